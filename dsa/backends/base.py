@@ -1,0 +1,87 @@
+"""The contract between a table and the place where its records live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from dsa.schema import Records, Rows, Schema
+
+__all__ = ["StateBackend"]
+
+
+class StateBackend(Protocol):
+    """Stores the records of one table: `rows` records of one `schema`.
+
+    What every implementation promises and what callers may rely on; `dsa.testing.BackendConformance` checks
+    it.
+
+    *Rows.* `rows` arguments are 1-D int64, strictly increasing and inside ``[0, len)``. Whoever holds a
+    backend has checked that (see `dsa.coalesce`); a backend does not check again.
+
+    *Memory.* `read` returns a new array that the caller owns and may change. `write` copies what it needs
+    before it returns unless the implementation says that it takes ownership (a write-behind queue does); a
+    caller must not change the array after handing it over, whichever it is.
+
+    *Fresh records.* A record that was never written reads as zero bytes in every field.
+
+    *Threads.* One `write` at a time. `read` may run beside other `read`s, and beside a `write` of other rows;
+    a `read` of rows that are being written at the same time may return any mixture of old and new fields.
+
+    *Failure.* After an exception from `read` nothing has changed. After an exception from `write` any subset
+    of the rows named may be new, in whole or in part; no other row has changed. Exceptions of the operating
+    system propagate unchanged.
+
+    *Not promised.* Durability before `flush` returns, order between writes on disk, atomicity of a `write`:
+    those are the journal's work.
+    """
+
+    @property
+    def schema(self) -> Schema:
+        """The layout of one record."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of rows N."""
+        ...
+
+    def read(self, rows: Rows) -> Records:
+        """Return the records of `rows`, in their order, in memory that the caller owns."""
+        ...
+
+    def write(self, rows: Rows, records: Records) -> None:
+        """Replace the records of `rows`.
+
+        Args:
+            rows: ``(B,)`` int64, strictly increasing.
+            records: ``(B,)`` of `schema.dtype`, C-contiguous.
+        """
+        ...
+
+    def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
+        """Yield the records of the half-open range ``[start, stop)`` as consecutive blocks.
+
+        Yields ``(first row, records)``; the blocks are in order, cover each row of the range exactly once,
+        and the caller owns them. Rows may be written between two blocks; a block not yet yielded then shows
+        the new values.
+        """
+        ...
+
+    def hint(self, rows: Rows) -> None:
+        """Announce that `rows` will be read soon. Never waits for the disk and never changes a result."""
+        ...
+
+    def flush(self) -> None:
+        """Return once everything written is durable: it survives a power loss from here on."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release every resource; closing twice is silent.
+
+        The resources are released even when flushing fails; the error is raised after that.
+        """
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return, as plain JSON, what is needed to open these records again; reopening does not change it."""
+        ...

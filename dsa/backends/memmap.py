@@ -1,0 +1,344 @@
+"""Records in one memory-mapped file per table: the default, and the fast path.
+
+A row's fields lie together in one record, because a cold step is bound by pages: with four files per table a
+row of 128 elements costs 10.3 KiB of reading, with one record 5.1 KiB.
+
+*The stride rule.* Records are packed unless a stride that never makes a record cross a page it need not cross
+(a divisor of 4,096 bytes, or a multiple of it) costs at most an eighth more disk. A packed record of 1,544
+bytes (128 elements) touches 1.37 pages on average; padding it to 2,048 would save that third and cost a third
+of the disk. ``stride="page"`` pads whatever it costs.
+
+*Cold reads.* Read-ahead is off, since it would fetch megabytes per row. While reads reach the disk, the pages
+of a whole batch are announced before the first is touched, so that the device works on many at once; once a
+batch has needed no disk, announcing stops, because two thousand system calls cost more than a warm step. The
+thread's own count of blocks read tells which it is.
+
+File: a header page (magic, checksum, JSON), then ``rows * stride`` bytes. The header repeats the description
+and carries the table's id, so that truncated, extended, swapped and foreign files are told apart from sound
+ones when the file is opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import secrets
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import numpy as np
+
+from dsa import system
+from dsa.errors import StateClosedError, StateCorruptError
+from dsa.kernels.layout import Words
+from dsa.kernels.rows import gather_words, scatter_words
+from dsa.kernels.threads import run_slices
+from dsa.schema import Records, Rows, Schema
+
+__all__ = ["Allocate", "Memmap", "MemmapBackend", "Stride", "choose_stride", "file_bytes"]
+
+Allocate = Literal["reserve", "sparse"]
+Stride = int | Literal["packed", "page"] | None
+
+_MAGIC: Final = b"dsa-table-1\n"
+_BLOCK_BYTES: Final = 4 << 20
+_SECTOR: Final = 512
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Memmap:
+    """The memmap backend with a layout of your own, for an optimizer's ``backend`` argument.
+
+    Args:
+        stride: Distance between records: None for the rule, ``"packed"``, ``"page"``, or bytes.
+    """
+
+    stride: Stride = None
+
+
+def choose_stride(record_bytes: int, stride: Stride = None) -> int:
+    """Return the distance between two records in bytes, by the rule in the module's docstring.
+
+    Raises:
+        ValueError: an explicit stride is too short or not a multiple of four.
+
+    Example:
+        >>> choose_stride(1544), choose_stride(1544, "page"), choose_stride(500), choose_stride(6152, "page")
+        (1544, 2048, 512, 8192)
+    """
+    if stride is None:
+        page = _page_stride(record_bytes)
+        return page if page - record_bytes <= record_bytes // 8 else record_bytes
+    if stride == "packed":
+        return record_bytes
+    if stride == "page":
+        return _page_stride(record_bytes)
+    if not isinstance(stride, int) or isinstance(stride, bool) or stride < record_bytes or stride % 4:
+        raise ValueError(
+            f"stride={stride!r} can't hold records of {record_bytes} bytes: pass a multiple of 4 that is at "
+            "least that, 'packed' or 'page'"
+        )
+    return stride
+
+
+def _page_stride(record_bytes: int) -> int:
+    if record_bytes > system.PAGE:
+        return -(-record_bytes // system.PAGE) * system.PAGE
+    return 1 << (record_bytes - 1).bit_length()
+
+
+def file_bytes(rows: int, schema: Schema, stride: Stride = None) -> int:
+    """Return the size of a table's file in bytes."""
+    return system.PAGE + rows * choose_stride(schema.dtype.itemsize, stride)
+
+
+@final
+class MemmapBackend:
+    """A `StateBackend` over one memory-mapped file.
+
+    Make one with `create` or `open`. `write` copies; the array handed over may be used again.
+
+    Example:
+        >>> import tempfile
+        >>> from dsa.schema import adam_schema
+        >>> path = Path(tempfile.mkdtemp()) / "entity.rec"
+        >>> backend = MemmapBackend.create(path, 1000, adam_schema(dim=2))
+        >>> rows = np.array([7, 999])
+        >>> records = backend.read(rows)
+        >>> records["w"] = 1.5
+        >>> backend.write(rows, records)
+        >>> description = backend.describe()
+        >>> backend.close()
+        >>> backend = MemmapBackend.open(path, description)
+        >>> backend.read(np.array([999]))["w"].tolist()
+        [[1.5, 1.5]]
+        >>> backend.close()
+    """
+
+    def __init__(self, file: int, path: Path, header: dict[str, Any], schema: Schema, writable: bool) -> None:
+        """Map an open file; `create` and `open` are the ways to call this."""
+        self._file = file
+        self._path = path
+        self._header = header
+        self._schema = schema
+        self._rows: int = header["rows"]
+        self._stride: int = header["stride"]
+        self._dtype = schema.dtype
+        self._width = self._dtype.itemsize // 4
+        self._mapping, self._table = _map(file, path, self._rows, self._stride, writable)
+        self._cold = True
+
+    @classmethod
+    def create(
+        cls, path: Path, rows: int, schema: Schema, *, stride: Stride = None, allocate: Allocate = "reserve"
+    ) -> MemmapBackend:
+        """Create a table's file; nothing is left behind when that fails.
+
+        Args:
+            path: The file; it must not exist.
+            rows: Number of rows N, >= 1.
+            schema: Layout of a record.
+            stride: None for the rule, ``"packed"``, ``"page"``, or bytes.
+            allocate: ``"reserve"`` allocates every block now, so that no later step can run out of disk.
+                ``"sparse"`` allocates a block when it is first written: a full disk then kills the process
+                (SIGBUS) in the middle of a step.
+
+        Raises:
+            FileExistsError: the file exists.
+            DiskSpaceError: there is not enough room.
+            OSError: the file system can't hold or map such a file.
+        """
+        if allocate not in ("reserve", "sparse"):
+            raise ValueError(f"allocate={allocate!r} is not known: use 'reserve' or 'sparse'")
+        header: dict[str, Any] = {
+            "kind": "memmap",
+            "id": secrets.token_hex(8),
+            "rows": rows,
+            "stride": choose_stride(schema.dtype.itemsize, stride),
+            "schema": schema.to_json(),
+        }
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+        try:
+            size = system.PAGE + rows * header["stride"]
+            if allocate == "reserve":
+                system.reserve(file, size, str(path.parent))
+            else:
+                os.ftruncate(file, size)
+            _write_header(file, header)
+            return cls(file, path, header, schema, writable=True)
+        except BaseException:
+            os.close(file)
+            os.unlink(path)
+            raise
+
+    @classmethod
+    def open(cls, path: Path, description: dict[str, Any], *, writable: bool = True) -> MemmapBackend:
+        """Open a table's file, having checked that it is whole and the one described.
+
+        Raises:
+            StateCorruptError: the file is missing, truncated, extended, damaged in its header or another
+                table's.
+        """
+        schema = Schema.from_json(description.get("schema"))
+        try:
+            file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | getattr(os, "O_BINARY", 0))
+        except FileNotFoundError as error:
+            raise StateCorruptError(
+                f"the table file {str(path)!r} is missing: restore it from a copy, or start over"
+            ) from error
+        try:
+            _check_file(file, path, description)
+            return cls(file, path, description, schema, writable)
+        except BaseException:
+            os.close(file)
+            raise
+
+    @property
+    def schema(self) -> Schema:
+        """The layout of one record."""
+        return self._schema
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def read(self, rows: Rows, threads: int = 1) -> Records:
+        """Return copies of the records of `rows`."""
+        table = self._open_table()
+        records = np.empty(len(rows), self._dtype)
+        words = records.view(np.uint8).reshape(len(rows), -1).view(np.int32)
+        before = system.blocks_read()
+        if self._cold:
+            self.hint(rows)
+        run_slices(
+            lambda start, stop: gather_words(table, rows[start:stop], words[start:stop]), len(rows), threads
+        )
+        self._cold = self._was_cold(before, len(rows))
+        return records
+
+    def write(self, rows: Rows, records: Records, threads: int = 1) -> None:
+        """Replace the records of `rows`."""
+        table = self._open_table()
+        words = records.view(np.uint8).reshape(len(rows), -1).view(np.int32)
+        run_slices(
+            lambda start, stop: scatter_words(table, rows[start:stop], words[start:stop]), len(rows), threads
+        )
+
+    def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
+        """Yield consecutive blocks of ``[start, stop)``, a few megabytes each, reading one block ahead."""
+        block = max(1, _BLOCK_BYTES // self._stride)
+        self._announce_range(start, min(stop, start + block))
+        for first in range(start, stop, block):
+            last = min(stop, first + block)
+            self._announce_range(last, min(stop, last + block))
+            records = np.empty(last - first, self._dtype)
+            words = records.view(np.uint8).reshape(last - first, -1).view(np.int32)
+            words[:] = self._open_table()[first:last, : self._width]
+            yield first, records
+
+    def hint(self, rows: Rows) -> None:
+        """Announce the pages of `rows` to the system."""
+        starts = system.PAGE + np.unique(rows * self._stride // system.PAGE) * system.PAGE
+        system.announce_pages(self._file, starts.tolist(), _reach(self._dtype.itemsize, self._stride))
+
+    def flush(self) -> None:
+        """Write every changed page to the device and wait for it."""
+        self._open_table()
+        if self._mapping is not None:
+            self._mapping.flush()
+        system.sync_file(self._file)
+
+    def close(self) -> None:
+        """Flush, unmap and close; closing twice is silent."""
+        if self._mapping is None:
+            return
+        try:
+            self.flush()
+        finally:
+            self._release()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the header: kind, id, rows, stride and schema."""
+        return dict(self._header)
+
+    def _release(self) -> None:
+        mapping, self._mapping = self._mapping, None
+        self._table = np.empty((0, 0), np.int32)
+        if mapping is not None:
+            mapping.close()
+            os.close(self._file)
+
+    def _open_table(self) -> Words:
+        if self._mapping is None:
+            raise StateClosedError(
+                f"the table file {str(self._path)!r} was closed: open the state directory again"
+            )
+        return self._table
+
+    def _announce_range(self, start: int, stop: int) -> None:
+        if stop > start:
+            system.announce_pages(
+                self._file, [system.PAGE + start * self._stride], (stop - start) * self._stride
+            )
+
+    def _was_cold(self, before: int, rows: int) -> bool:
+        # One page in a hundred from the disk costs as much as announcing the whole batch.
+        return before >= 0 and (system.blocks_read() - before) * _SECTOR > rows * system.PAGE // 100
+
+
+def _reach(record_bytes: int, stride: int) -> int:
+    """Return how many bytes from the start of its first page on a record may reach."""
+    if stride % system.PAGE == 0 or system.PAGE % stride == 0:
+        return -(-record_bytes // system.PAGE) * system.PAGE
+    return system.PAGE + record_bytes
+
+
+def _map(file: int, path: Path, rows: int, stride: int, writable: bool) -> tuple[mmap.mmap | None, Words]:
+    size = system.PAGE + rows * stride
+    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+    try:
+        mapping = mmap.mmap(file, size, access=access)
+    except (OSError, ValueError, OverflowError) as error:
+        code = error.errno if isinstance(error, OSError) and error.errno else errno.ENOMEM
+        raise OSError(
+            code,
+            f"{str(path)!r} ({size:,} bytes) can't be mapped into memory ({error}): its file system must "
+            "support shared mappings (network and "
+            "FUSE mounts often do not) and the process's address-space limit must leave room; use a local "
+            "disk or raise the limit",
+        ) from error
+    system.advise_random(mapping)
+    return mapping, np.frombuffer(mapping, np.int32, offset=system.PAGE).reshape(rows, stride // 4)
+
+
+def _write_header(file: int, header: dict[str, Any]) -> None:
+    text = json.dumps(header, sort_keys=True).encode()
+    page = _MAGIC + f"{zlib.crc32(text):08x}\n".encode() + text + b"\n"
+    os.lseek(file, 0, os.SEEK_SET)
+    os.write(file, page.ljust(system.PAGE, b"\0"))
+
+
+def _check_file(file: int, path: Path, description: dict[str, Any]) -> None:
+    expected = system.PAGE + description["rows"] * description["stride"]
+    size = os.fstat(file).st_size
+    if size != expected:
+        what = "truncated" if size < expected else "longer than it was made"
+        raise StateCorruptError(
+            f"the table file {str(path)!r} is {what}: {size:,} bytes instead of {expected:,}; restore it "
+            "from a copy, or start over"
+        )
+    os.lseek(file, 0, os.SEEK_SET)
+    page = os.read(file, system.PAGE)
+    text = json.dumps(description, sort_keys=True).encode()
+    wanted = (_MAGIC + f"{zlib.crc32(text):08x}\n".encode() + text + b"\n").ljust(system.PAGE, b"\0")
+    if page != wanted:
+        what = "another table's" if page.startswith(_MAGIC) else "not one of dsa's"
+        raise StateCorruptError(
+            f"the header of the table file {str(path)!r} is damaged or {what}: restore the file from a copy, "
+            "or start over"
+        )

@@ -1,0 +1,140 @@
+"""The one door through which rows and gradients enter: types, range, shape, finiteness, duplicates, order.
+
+What has passed here is trusted further down: rows are int64, inside the table, strictly increasing; gradients
+are finite float32, one row each, duplicates summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.errors import GradientError, RowIndexError, RowTypeError
+from dsa.kernels.layout import Floats
+from dsa.kernels.rows import first_non_finite_row, inspect_rows, merge_duplicates, sort_stable
+from dsa.schema import Rows
+
+__all__ = ["as_gradient", "as_rows", "coalesce"]
+
+
+def as_rows(indices: NDArray[Any], rows: int, table: str) -> Rows:
+    """Check row indices as a user gives them: any order, duplicates allowed.
+
+    Args:
+        indices: ``(B,)`` of an integer dtype.
+        rows: Number of rows of the table.
+        table: The table's name, for messages.
+
+    Returns:
+        ``(B,)`` int64, every entry inside ``[0, rows)``.
+
+    Raises:
+        RowTypeError: the dtype is not an integer's (a boolean mask is not one either), or the shape is not
+            1-D.
+        RowIndexError: an index is negative or too large.
+
+    Example:
+        >>> as_rows(np.array([3, 1], dtype=np.int32), rows=4, table="entity")
+        array([3, 1])
+    """
+    if indices.dtype.kind not in "iu":
+        kind = "a boolean mask" if indices.dtype.kind == "b" else f"of dtype {indices.dtype.name}"
+        raise RowTypeError(
+            f"the indices for table {table!r} are {kind}: pass integer row numbers, such as int64"
+        )
+    if indices.ndim != 1:
+        raise RowTypeError(
+            f"the indices for table {table!r} have shape {indices.shape}: pass a 1-D array, flattened if "
+            "need be"
+        )
+    if len(indices) == 0:
+        return np.empty(0, dtype=np.int64)
+    checked = np.ascontiguousarray(indices, dtype=np.int64)
+    lowest, highest, _ = inspect_rows(checked)
+    if lowest < 0 or highest >= rows:
+        wrong = indices[(checked < 0) | (checked >= rows)][0]
+        raise RowIndexError(
+            f"index {int(wrong)} is outside table {table!r}, whose rows are 0 to {rows - 1}: drop padding "
+            "entries such as -1 "
+            "before the step, or make the table larger"
+        )
+    return checked
+
+
+def as_gradient(grad: NDArray[Any], count: int, dim: int, table: str) -> Floats:
+    """Check a gradient as a user gives it.
+
+    Args:
+        grad: ``(B, D)`` of a floating dtype.
+        count: B, the number of indices that came with it.
+        dim: D, the elements of a row.
+        table: The table's name, for messages.
+
+    Returns:
+        ``(B, D)`` float32, C-contiguous, finite.
+
+    Raises:
+        RowTypeError: the dtype is not a floating one.
+        GradientError: the shape is another, or an element is not finite in float32.
+    """
+    if grad.dtype.kind != "f":
+        raise RowTypeError(
+            f"the gradient for table {table!r} is of dtype {grad.dtype.name}: pass a floating one, such as "
+            "float32"
+        )
+    if grad.shape != (count, dim):
+        raise GradientError(
+            f"the gradient for table {table!r} has shape {grad.shape} but {count} indices of a table with "
+            f"{dim} elements a row "
+            f"need {(count, dim)}: pass one gradient row for each index"
+        )
+    with np.errstate(over="ignore"):
+        checked = np.ascontiguousarray(grad, dtype=np.float32)
+    position = first_non_finite_row(checked.view(np.int32))
+    if position >= 0:
+        raise GradientError(
+            f"the gradient for table {table!r} holds a value that float32 can't represent in row {position} "
+            "of the batch: nothing was "
+            "changed; skip the batch, clip the gradient or lower the learning rate"
+        )
+    return checked
+
+
+def coalesce(rows: Rows, grad: Floats, table: str) -> tuple[Rows, Floats]:
+    """Sort a checked batch and sum the gradients of duplicates.
+
+    Sums are float32 in the order of occurrence, so that the same batch gives the same bits.
+
+    Args:
+        rows: ``(B,)`` as `as_rows` returns them.
+        grad: ``(B, D)`` as `as_gradient` returns it.
+        table: The table's name, for messages.
+
+    Returns:
+        The distinct rows, strictly increasing, and their gradients; the inputs themselves if nothing had to
+        be done.
+
+    Raises:
+        GradientError: a sum overflows float32.
+
+    Example:
+        >>> coalesce(np.array([3, 1, 3]), np.array([[1], [5], [2]], dtype=np.float32), "entity")
+        (array([1, 3]), array([[5.], [3.]], dtype=float32))
+    """
+    if len(rows) == 0:
+        return rows, grad
+    _, highest, increasing = inspect_rows(rows)
+    if increasing:
+        return rows, grad
+    unique, merged = np.empty_like(rows), np.empty_like(grad)
+    count = merge_duplicates(rows, sort_stable(rows, highest), grad, unique, merged)
+    unique, merged = unique[:count], merged[:count]
+    position = first_non_finite_row(merged.view(np.int32)) if count < len(rows) else -1
+    if position >= 0:
+        raise GradientError(
+            f"the summed gradient of row {int(unique[position])} of table {table!r} overflows float32: "
+            "nothing was changed; scale the loss down"
+        )
+    return unique, merged

@@ -1,0 +1,134 @@
+"""Every error that dsa raises on purpose.
+
+The tree; each class also inherits the builtin that callers already catch::
+
+    DSAError
+    ├── StateError                    the state directory as a whole
+    │   ├── StateExistsError          (FileExistsError)    resume=None met existing state
+    │   ├── StateNotFoundError        (FileNotFoundError)  resume=True met none
+    │   ├── StateMismatchError        (ValueError)         stored and requested tables differ
+    │   ├── StateCorruptError         (ValueError)         damaged, truncated, extended or foreign file
+    │   ├── StateIncompleteError      (RuntimeError)       an interrupted creation or whole-table change
+    │   ├── StateLockedError          (BlockingIOError)    another process holds the directory
+    │   └── StateClosedError          (RuntimeError)       used after close, or in a forked child
+    ├── CorruptRowError               (ValueError)         a stored row holds implausible values
+    ├── DiskSpaceError                (OSError, ENOSPC)    not enough room; raised before a byte is written
+    ├── RowIndexError                 (IndexError)         a row outside [0, N)
+    ├── RowTypeError                  (TypeError)          rows or gradients of a kind that has no meaning
+    └── GradientError                 (ValueError)         a gradient of another shape, or not finite
+
+Warnings::
+
+    DSAWarning (UserWarning)
+    ├── StateWarning                  something about the directory that the caller should know
+    └── TrainingWarning               something about the run: steps that hit the edge of the ball, ...
+"""
+
+from __future__ import annotations
+
+import errno
+
+__all__ = [
+    "CorruptRowError",
+    "DSAError",
+    "DSAWarning",
+    "DiskSpaceError",
+    "GradientError",
+    "RowIndexError",
+    "RowTypeError",
+    "StateClosedError",
+    "StateCorruptError",
+    "StateError",
+    "StateExistsError",
+    "StateIncompleteError",
+    "StateLockedError",
+    "StateMismatchError",
+    "StateNotFoundError",
+    "StateWarning",
+    "TrainingWarning",
+]
+
+
+class DSAError(Exception):
+    """Base of every error raised on purpose by dsa."""
+
+
+class StateError(DSAError):
+    """A state directory can't be used as it is."""
+
+
+class StateExistsError(StateError, FileExistsError):
+    """The directory already holds state and the caller did not say what to do with it."""
+
+
+class StateNotFoundError(StateError, FileNotFoundError):
+    """There is no state to continue from."""
+
+
+class StateMismatchError(StateError, ValueError):
+    """The stored tables are not the ones asked for."""
+
+
+class StateCorruptError(StateError, ValueError):
+    """A file of the state is damaged, truncated, extended or not ours."""
+
+
+class StateIncompleteError(StateError, RuntimeError):
+    """A creation or a whole-table change was interrupted."""
+
+
+class StateLockedError(StateError, BlockingIOError):
+    """Another process holds the directory."""
+
+
+class StateClosedError(StateError, RuntimeError):
+    """The object was closed, or belongs to another process (a fork)."""
+
+
+class CorruptRowError(DSAError, ValueError):
+    """A stored row holds values that no training produces: non-finite, v < 0, a negative counter."""
+
+
+class DiskSpaceError(DSAError, OSError):
+    """The file system has too little room.
+
+    Args:
+        needed: Bytes that the operation would occupy.
+        available: Bytes that are free for this user.
+        where: The directory concerned.
+    """
+
+    def __init__(self, needed: int, available: int, where: str) -> None:
+        super().__init__(
+            errno.ENOSPC,
+            f"{needed:,} bytes are needed in {where!r} but only {available:,} are available: free space, "
+            "choose "
+            "another directory, store fewer fields, or pass allocate='sparse' if few rows will ever be "
+            "touched",
+        )
+        self.needed = needed
+        self.available = available
+
+
+class RowIndexError(DSAError, IndexError):
+    """A row lies outside its table."""
+
+
+class RowTypeError(DSAError, TypeError):
+    """Rows or gradients are of a type that can't be used."""
+
+
+class GradientError(DSAError, ValueError):
+    """A gradient has the wrong shape or is not finite."""
+
+
+class DSAWarning(UserWarning):
+    """Base of every warning raised by dsa."""
+
+
+class StateWarning(DSAWarning):
+    """Something about the state directory that the caller should know."""
+
+
+class TrainingWarning(DSAWarning):
+    """Something about the run that the caller should know."""

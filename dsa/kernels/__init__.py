@@ -1,0 +1,1 @@
+"""Compiled mathematics on arrays: no files, no threads of its own, no state."""

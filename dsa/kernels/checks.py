@@ -1,0 +1,110 @@
+"""Is a stored record plausible? Asked of every row that is read, before its numbers are used.
+
+Implausible is what no training produces: a non-finite number, a negative second moment, a negative counter or
+stamp. Everything is decided on the bit patterns, so any bytes are safe to ask about, and the loops vectorise.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+
+from dsa.kernels.layout import WordLayout, Words, as_words, word_layout
+from dsa.schema import Records
+
+__all__ = ["LAST_COUNT", "count_update", "describe_fault", "first_implausible", "is_finite", "is_updatable"]
+
+LAST_COUNT: Final = 2**31 - 1
+"""The largest counter that an int32 holds; a row that has reached it can't be updated again."""
+
+# Typed as int32: with Python's integers numba widens the loops to 64 bits, eight times slower.
+_MAGNITUDE: Final = np.int32(0x7FFFFFFF)
+_INFINITY: Final = np.int32(0x7F800000)
+_ZERO: Final = np.int32(0)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _all_finite(patterns: Words) -> bool:
+    largest = _ZERO
+    for j in range(patterns.shape[0]):
+        largest = max(largest, patterns[j] & _MAGNITUDE)
+    return bool(largest < _INFINITY)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _any_sign(patterns: Words) -> bool:
+    lowest = _ZERO
+    for j in range(patterns.shape[0]):
+        lowest = min(lowest, patterns[j])
+    return bool(lowest < _ZERO)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def is_finite(words: Words, i: int, layout: WordLayout) -> bool:
+    """Tell whether the weight and the moments of record `i` are finite."""
+    return (
+        _all_finite(words[i, layout.w : layout.w + layout.dim])
+        and _all_finite(words[i, layout.m : layout.m + layout.dim])
+        and _all_finite(words[i, layout.v : layout.v + layout.v_length])
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _is_negative(words: Words, i: int, layout: WordLayout) -> bool:
+    return (
+        words[i, layout.t] < 0
+        or words[i, layout.s] < 0
+        or _any_sign(words[i, layout.v : layout.v + layout.v_length])
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def is_updatable(words: Words, i: int, layout: WordLayout) -> bool:
+    """Tell whether an update may use record `i`: no negative second moment or count, and room to count on.
+
+    A non-finite number needs no question here: it stays non-finite through every update, and the result is
+    checked.
+    """
+    return words[i, layout.t] != LAST_COUNT and not _is_negative(words, i, layout)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def count_update(words: Words, i: int, layout: WordLayout, stamp: int) -> None:
+    """Advance the counter of record `i` and set its stamp."""
+    words[i, layout.t] += 1
+    words[i, layout.s] = stamp
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _first_implausible(words: Words, layout: WordLayout) -> int:
+    for i in range(words.shape[0]):
+        if _is_negative(words, i, layout) or not is_finite(words, i, layout):
+            return i
+    return -1
+
+
+def first_implausible(records: Records) -> int:
+    """Return the position of the first implausible record, or -1.
+
+    Args:
+        records: ``(B,)`` records of `dsa.schema.adam_schema`, C-contiguous.
+    """
+    words, _ = as_words(records)
+    return int(_first_implausible(words, word_layout(records.dtype)))
+
+
+def describe_fault(records: Records, position: int) -> str:
+    """Name what is wrong with a record, for an error message; empty when it is plausible."""
+    record = records[position]
+    for name in ("w", "m", "v"):
+        if not np.isfinite(record[name]).all():
+            return f"field {name!r} holds a number that is not finite"
+    smallest = np.min(record["v"])
+    if np.signbit(record["v"]).any():
+        return f"field 'v' holds {float(smallest)!r}, a negative second moment"
+    for name in ("t", "s"):
+        if record[name] < 0:
+            return f"field {name!r} holds {int(record[name])}, a negative count"
+    return f"field 't' holds {LAST_COUNT}, its last value" if record["t"] == LAST_COUNT else ""

@@ -1,0 +1,142 @@
+"""A step along a geodesic of the Poincaré ball, as scalars of one row.
+
+Everything that an exponential map and the parallel transports along it need follows from a few dot products
+of the row, so that no vector operation of gyrovector algebra is carried out. With ``a = |w|^2``, ``b = <w,
+u>``, ``c = |u|^2`` and the gap ``gamma = 1 - k a = 2 / lambda``::
+
+    t     = sqrt(k c) / gamma                 half the hyperbolic length of the step
+    f     = tanh(t) / t
+    K     = k f / gamma
+    delta = 1 + 2 K b + k a tanh(t)^2         the denominator of the Möbius sum
+    w'    = (1 + B K c) w + B u,              B = f / delta
+    gap'  = gamma sech(t)^2 / delta           = 1 - k |w'|^2 without its cancellation
+    rho   = gap' / gamma                      = lambda(w) / lambda(w')
+    G x   = x + (2 K / delta) ([(1 + 2 K b) q - K c p] w - [p + K a q] u),   p = <w, x>, q = <u, x>
+    P x   = rho G x                           the transport of a tangent vector x
+
+This is ``exp_w(u) = w ⊕ tanh(sqrt(k) lambda |u| / 2) u / (sqrt(k) |u|)`` (Ganea, Bécigneul & Hofmann 2018,
+lemma 2) and the transport ``(lambda(w) / lambda(w')) gyr[w', -w] x`` (Ungar 2008) with ``gyr[w', -w] = gyr[w,
+z]``, where ``z`` is the Möbius summand: the numerator minus the denominator times w leaves ``(1 - k a)(z + k
+|z|^2 w)``, so that nearly equal numbers are never subtracted. At 1 - r = 1e-5 these forms keep 11 digits or
+more where the textbook's keep 6.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+from numba import njit
+
+__all__ = [
+    "BALL_EPS",
+    "LEAST_GAP",
+    "Geodesic",
+    "gap_of",
+    "geodesic",
+    "transport_coefficients",
+]
+
+BALL_EPS: Final = 1e-5
+"""Rows are kept at ``sqrt(k) |w| <= 1 - BALL_EPS``."""
+
+LEAST_GAP: Final = BALL_EPS * (2.0 - BALL_EPS)
+"""``1 - k |w|^2`` on the clamp."""
+
+# Rounding a clamped row to float32 moves k|w|^2 by at most 1.2e-7; a row is outside only beyond that.
+_ROUNDING: Final = 2.5e-7
+
+
+class Geodesic(NamedTuple):
+    """The coefficients of one step, see the module.
+
+    The new point is ``along_w * w + along_u * u`` with the *given* u; `scale` is what the trust region made
+    of u, which the transports need; `length` is the hyperbolic length of the step taken.
+    """
+
+    along_w: float
+    along_u: float
+    scale: float
+    rho: float
+    omega: float
+    kappa1: float
+    kappa2: float
+    kappa3: float
+    length: float
+    clamped: bool
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gap_of(a: float, k: float) -> tuple[float, float]:
+    """Return ``1 - k a``, and the factor (1 if inside) that brings a row with ``|w|^2 = a`` into the ball."""
+    gap = 1.0 - k * a
+    if gap >= LEAST_GAP - _ROUNDING:
+        return gap, 1.0
+    return LEAST_GAP, (1.0 - BALL_EPS) / math.sqrt(k * a)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def geodesic(a: float, b: float, c: float, gap: float, k: float, max_step: float) -> Geodesic:
+    """Return the coefficients of ``exp_w(u)`` from the dots, with the clamp at the edge of the ball.
+
+    The clamp scales the new point along its ray, and the transport along a ray is a pure rescale by the
+    metric's ratio, so that forming rho from the clamped gap keeps transported vectors exact.
+
+    Args:
+        a: ``|w|^2``.
+        b: ``<w, u>``.
+        c: ``|u|^2``.
+        gap: ``1 - k a`` as `gap_of` returns it.
+        k: Curvature magnitude, > 0.
+        max_step: Longest step in hyperbolic units; ``inf`` for none.
+    """
+    length = 2.0 * math.sqrt(k * c) / gap
+    scale = 1.0
+    if length > max_step:
+        scale = max_step / length
+        b *= scale
+        c *= scale * scale
+        length = max_step
+    t = 0.5 * length
+    tanh = math.tanh(t)
+    f = tanh / t if t > 1e-4 else 1.0 - t * t / 3.0
+    kk = k * f / gap
+    kappa1 = 1.0 + 2.0 * kk * b
+    delta = kappa1 + k * a * tanh * tanh
+    along_u = f / delta
+    along_w = 1.0 + along_u * kk * c
+    cosh = math.cosh(t)
+    new_gap = gap / (cosh * cosh * delta)
+    clamped = new_gap < LEAST_GAP
+    if clamped:
+        shrink = (1.0 - BALL_EPS) / math.sqrt(1.0 - new_gap)
+        along_u *= shrink
+        along_w *= shrink
+        new_gap = LEAST_GAP
+    return Geodesic(
+        along_w,
+        along_u * scale,
+        scale,
+        new_gap / gap,
+        2.0 * kk / delta,
+        kappa1,
+        kk * c,
+        kk * a,
+        length,
+        clamped,
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def transport_coefficients(step: Geodesic, p: float, q: float) -> tuple[float, float]:
+    """Return the multiples of w and of the given u that ``G x`` adds to x.
+
+    Args:
+        step: The step's coefficients.
+        p: ``<w, x>``.
+        q: ``<u, x>`` with the given u.
+    """
+    q *= step.scale
+    along_w = step.omega * (step.kappa1 * q - step.kappa2 * p)
+    along_u = -step.omega * (p + step.kappa3 * q) * step.scale
+    return along_w, along_u

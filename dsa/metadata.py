@@ -1,0 +1,151 @@
+"""The file that says what a state directory holds, and the names of the files beside it.
+
+``dsa.json`` is JSON with a checksum over its content and is replaced as a whole, so that it is never half
+new. Its `status` tells how the directory was left:
+
+- ``"creating"``: tables are being made, or an older state is being replaced; nothing in it can be used.
+- ``"open"``: a process is training, or died doing so.
+- ``"changing"``: a whole-table change is under way; `change` says which.
+- ``"closed"``: it was closed properly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+from dsa.errors import StateCorruptError
+from dsa.system import write_atomically
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "METADATA_NAME",
+    "Metadata",
+    "owned_files",
+    "read_metadata",
+    "table_file_name",
+    "write_metadata",
+]
+
+FORMAT: Final = "dsa-state"
+FORMAT_VERSION: Final = 3
+"""1 and 2 are the layouts of releases 0.2 and 0.3, which `dsa.migrate` reads."""
+
+METADATA_NAME: Final = "dsa.json"
+_TABLE_SUFFIX: Final = ".dsa"
+_TABLE_NAME: Final = re.compile(r"[a-z0-9_-]{0,40}-[0-9a-f]{16}\.dsa")
+_STATUSES: Final = ("creating", "open", "changing", "closed")
+
+
+@final
+@dataclass(slots=True)
+class Metadata:
+    """The content of ``dsa.json``.
+
+    Args:
+        status: See the module.
+        global_step: Steps that the state has taken.
+        tables: One JSON object per table, in the optimizer's order.
+        change: What a ``"changing"`` or ``"creating"`` status is about, in words.
+    """
+
+    status: str
+    global_step: int = 0
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    change: str = ""
+
+
+def table_file_name(name: str) -> str:
+    """Return a file name for a table of any name: distinct on every file system and inside the directory.
+
+    The readable part is a hint for people; the hash of the true name makes it unique, so that ``a.b``,
+    ``a_b`` and ``A.B`` never meet.
+
+    Example:
+        >>> table_file_name("enc.emb")
+        'enc_emb-d3f71b1ebf1a5d14.dsa'
+    """
+    readable = re.sub(r"[^a-z0-9_-]", "_", name.lower().encode("ascii", "replace").decode())[:40]
+    return (
+        f"{readable}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}{_TABLE_SUFFIX}"
+    )
+
+
+def owned_files(directory: Path) -> list[Path]:
+    """Return the table files in a directory that dsa has made, by their names."""
+    return sorted(path for path in directory.iterdir() if _TABLE_NAME.fullmatch(path.name))
+
+
+def write_metadata(directory: Path, metadata: Metadata) -> None:
+    """Replace ``dsa.json`` durably."""
+    content = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "status": metadata.status,
+        "global_step": metadata.global_step,
+        "tables": metadata.tables,
+        "change": metadata.change,
+    }
+    document = {"content": content, "crc32": _checksum(content)}
+    write_atomically(directory / METADATA_NAME, json.dumps(document, indent=1).encode() + b"\n")
+
+
+def read_metadata(directory: Path) -> Metadata | None:
+    """Return the metadata of a directory, or None when there is no ``dsa.json``.
+
+    Raises:
+        StateCorruptError: the file is damaged, foreign, or of a format that this release doesn't know.
+    """
+    path = directory / METADATA_NAME
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except IsADirectoryError as error:
+        raise _corrupt(path, "is a directory") from error
+    try:
+        document = json.loads(raw)
+        content, checksum = document["content"], document["crc32"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _corrupt(path, f"can't be read ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise _corrupt(path, "was not written by dsa")
+    if content.get("version") != FORMAT_VERSION:
+        raise _corrupt(
+            path, f"has format version {content.get('version')!r} where this release knows {FORMAT_VERSION}"
+        )
+    if checksum != _checksum(content):
+        raise _corrupt(path, "does not match its checksum")
+    return _validated(path, content)
+
+
+def _validated(path: Path, content: dict[str, Any]) -> Metadata:
+    status, step, tables, change = (content.get(key) for key in ("status", "global_step", "tables", "change"))
+    good = (
+        status in _STATUSES
+        and isinstance(step, int)
+        and step >= 0
+        and isinstance(change, str)
+        and isinstance(tables, list)
+        and all(isinstance(table, dict) for table in tables)
+    )
+    if not good:
+        raise _corrupt(path, "lacks entries that every state has")
+    return Metadata(str(status), int(step or 0), list(tables or []), str(change))
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def _corrupt(path: Path, what: str) -> StateCorruptError:
+    return StateCorruptError(
+        f"the state description {str(path)!r} {what}: restore it from a copy, choose another directory, or "
+        "pass resume=False to start over"
+    )

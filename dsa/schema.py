@@ -1,0 +1,193 @@
+"""What a record holds, as data: an ordered list of fields, convertible to a numpy dtype and to JSON.
+
+A *record* is everything that is stored for one row. Each field is stored either once per element (a vector of
+`dim` numbers) or once per row (one number). Adam's record is ``w m v t s``; other optimizers state other
+lists and use the same machinery.
+
+Every field starts on a multiple of four bytes and a record's size is a multiple of four bytes, so that a
+kernel may look at records as a matrix of 32-bit words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.errors import StateCorruptError
+
+__all__ = ["Field", "Records", "Rows", "Schema", "adam_schema"]
+
+Rows = NDArray[np.int64]
+"""Row indices: 1-D, strictly increasing unless said otherwise."""
+
+Records = NDArray[np.void]
+"""A 1-D structured array of `Schema.dtype`."""
+
+Per = Literal["element", "row"]
+
+# Logical dtype -> stored dtype, little endian. numpy has no bfloat16, so its bit pattern is stored.
+_STORED = {
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "int32": "<i4",
+    "int64": "<i8",
+}
+_WORD = 4
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a record.
+
+    Args:
+        name: A Python identifier, unique in its schema.
+        dtype: Logical dtype: float16, bfloat16, float32, float64, int32 or int64.
+        per: ``"element"`` for a vector of `dim` numbers, ``"row"`` for a single one.
+
+    Example:
+        >>> Field("w", "float32", "element")
+        Field(name='w', dtype='float32', per='element')
+    """
+
+    name: str
+    dtype: str
+    per: Per
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(
+                f"field name {self.name!r} is not an identifier: use letters, digits and underscores"
+            )
+        if self.dtype not in _STORED:
+            raise ValueError(
+                f"field {self.name!r} has the unknown dtype {self.dtype!r}: use one of {sorted(_STORED)}"
+            )
+        if self.per not in ("element", "row"):
+            raise ValueError(f"field {self.name!r} is stored per {self.per!r}: use 'element' or 'row'")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The layout of one table's records.
+
+    Args:
+        dim: Elements of a per-element field, D >= 1.
+        fields: The fields in storage order.
+
+    Example:
+        >>> schema = adam_schema(dim=3)
+        >>> schema.names
+        ('w', 'm', 'v', 't', 's')
+        >>> schema.dtype.itemsize, schema.offset("t")
+        (44, 36)
+        >>> Schema.from_json(schema.to_json()) == schema
+        True
+    """
+
+    dim: int
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        if self.dim < 1:
+            raise ValueError(f"dim is {self.dim}: an embedding needs at least one element")
+        if not self.fields:
+            raise ValueError("a schema without fields stores nothing: name at least one field")
+        if len(set(self.names)) != len(self.fields):
+            raise ValueError(f"field names repeat in {self.names}: give each field its own name")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields' names in storage order."""
+        return tuple(field.name for field in self.fields)
+
+    @property
+    def dtype(self) -> np.dtype[np.void]:
+        """The structured dtype of one record, with the paddings that alignment asks for."""
+        offsets: list[int] = []
+        end = 0
+        widest = _WORD
+        for field in self.fields:
+            align = max(_WORD, np.dtype(_STORED[field.dtype]).itemsize)
+            widest = max(widest, align)
+            offsets.append(_round_up(end, align))
+            end = offsets[-1] + self.field_bytes(field)
+        return np.dtype(
+            {
+                "names": list(self.names),
+                "formats": [self._format(field) for field in self.fields],
+                "offsets": offsets,
+                "itemsize": _round_up(end, widest),
+            }
+        )
+
+    def offset(self, name: str) -> int:
+        """Return the byte offset of a field inside a record."""
+        fields: Any = self.dtype.fields
+        return int(fields[name][1])
+
+    def field_bytes(self, field: Field) -> int:
+        """Return the bytes that one row of a field occupies, without padding."""
+        count = self.dim if field.per == "element" else 1
+        return count * np.dtype(_STORED[field.dtype]).itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain description; `from_json` is its inverse."""
+        return {
+            "dim": self.dim,
+            "fields": [{"name": f.name, "dtype": f.dtype, "per": f.per} for f in self.fields],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Schema:  # noqa: ANN401 - JSON is untyped until it has been checked here
+        """Rebuild a schema from `to_json`'s description.
+
+        Raises:
+            StateCorruptError: the description is not one.
+        """
+        try:
+            fields = tuple(Field(str(f["name"]), str(f["dtype"]), f["per"]) for f in data["fields"])
+            return cls(int(data["dim"]), fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateCorruptError(f"the record description {data!r} can't be read: {error}") from error
+
+    def _format(self, field: Field) -> Any:  # noqa: ANN401 - numpy's dtype-like
+        stored = _STORED[field.dtype]
+        return (stored, (self.dim,)) if field.per == "element" else stored
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def adam_schema(dim: int, *, second_moment_per: Per = "element") -> Schema:
+    """Return the record of Adam: weight, moments, counter, stamp.
+
+    ``t`` counts the updates of the row. ``s`` is the stamp: 0 in a record that was never written, otherwise
+    one more than the step of its last write; it tells a hole of a sparse file from a row whose weight was
+    set.
+
+    Args:
+        dim: Elements of a row.
+        second_moment_per: ``"row"`` stores one number of ``v`` per row (row-wise Adam).
+
+    Example:
+        >>> adam_schema(2, second_moment_per="row").dtype.itemsize
+        28
+    """
+    return Schema(
+        dim,
+        (
+            Field("w", "float32", "element"),
+            Field("m", "float32", "element"),
+            Field("v", "float32", second_moment_per),
+            Field("t", "int32", "row"),
+            Field("s", "int32", "row"),
+        ),
+    )

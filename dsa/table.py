@@ -1,0 +1,138 @@
+"""One parameter's rows: their backend, the rule for untouched ones, and the space they live in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.backends.base import StateBackend
+from dsa.errors import CorruptRowError
+from dsa.init import Initializer
+from dsa.kernels.checks import describe_fault, first_implausible
+from dsa.manifolds import Manifold, manifold_of
+from dsa.schema import Records, Rows
+
+__all__ = ["Table", "blank_records", "clip_norms", "read_records", "read_weights"]
+
+Weights = NDArray[np.float32]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Table:
+    """A table that is open.
+
+    Args:
+        name: The user's name for it.
+        backend: Where its records are.
+        initializer: The rule for rows that were never written, or None when every row was written at
+            creation.
+        second_moment: The meaning of ``v``: ``"coordinate"``, ``"frame"`` or ``"row"``.
+        init_max_norm_fraction: Largest norm of a fresh row on the ball, as a fraction of its radius.
+        k: Curvature magnitude; the space has curvature -k.
+        steps: Optimizer steps in which the table took part.
+    """
+
+    name: str
+    backend: StateBackend
+    initializer: Initializer | None
+    second_moment: str
+    init_max_norm_fraction: float
+    k: float
+    steps: int = 0
+
+    def __len__(self) -> int:
+        return len(self.backend)
+
+    @property
+    def dim(self) -> int:
+        """Elements of a row."""
+        return self.backend.schema.dim
+
+    @property
+    def space(self) -> Manifold:
+        """The manifold of curvature -k."""
+        return manifold_of(self.k)
+
+
+def read_records(table: Table, rows: Rows) -> Records:
+    """Return the records of `rows`; one that was never written has its initial weight and stamp 0.
+
+    The stored values are not judged here: the update does that in its own pass, `read_weights` for everyone
+        else.
+
+    Args:
+        table: The table.
+        rows: ``(B,)`` int64, strictly increasing, inside the table.
+    """
+    records = table.backend.read(rows)
+    return fill_untouched(table, rows, records)
+
+
+def fill_untouched(table: Table, rows: Rows, records: Records) -> Records:
+    """Give the records that were never written their initial weights, in place."""
+    if table.initializer is None:
+        return records
+    untouched = np.flatnonzero(records["s"] == 0)
+    if len(untouched):
+        table.initializer.fill(rows[untouched], records["w"], untouched)
+        if table.k > 0.0:
+            limit = table.init_max_norm_fraction / math.sqrt(table.k)
+            records["w"][untouched] = clip_norms(records["w"][untouched], limit)
+    return records
+
+
+def clip_norms(weights: Weights, limit: float) -> Weights:
+    """Scale each row whose norm exceeds `limit` down to it."""
+    wide = weights.astype(np.float64)
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    clipped = wide * np.minimum(1.0, limit / np.maximum(norms, np.finfo(np.float64).tiny))
+    return np.asarray(clipped, dtype=np.float32)
+
+
+def read_weights(table: Table, rows: Rows) -> Weights:
+    """Return the weights ``(B, D)`` of `rows`, brought into the ball.
+
+    Raises:
+        CorruptRowError: a stored row holds implausible values.
+    """
+    records = read_records(table, rows)
+    position = first_implausible(records)
+    if position >= 0:
+        raise corrupt_row(table, rows, records, position)
+    if table.k == 0.0:
+        return np.ascontiguousarray(records["w"])
+    return table.space.project(records["w"].astype(np.float64))[0].astype(np.float32)
+
+
+def corrupt_row(table: Table, rows: Rows, records: Records, position: int) -> CorruptRowError:
+    """Return the error that explains an implausible record."""
+    return CorruptRowError(
+        f"row {int(rows[position])} of table {table.name!r} can't be used: "
+        f"{describe_fault(records, position)}; restore the table from a "
+        f"checkpoint or copy, or call reproject_all({table.name!r}), which resets such rows"
+    )
+
+
+def blank_records(table: Table, rows: int, stamp: int) -> Records:
+    """Return records with zero weights, moments and counters, stamped as written."""
+    records = np.zeros(rows, table.backend.schema.dtype)
+    records["s"] = stamp
+    return records
+
+
+def describe_table(table: Table) -> dict[str, Any]:
+    """Return the part of the metadata that belongs to a table."""
+    return {
+        "name": table.name,
+        "k": table.k,
+        "steps": table.steps,
+        "second_moment": table.second_moment,
+        "init_max_norm_fraction": table.init_max_norm_fraction,
+        "init": None if table.initializer is None else table.initializer.to_json(),
+        "backend": table.backend.describe(),
+    }
