@@ -4,8 +4,7 @@
 new. Its `status` tells how the directory was left:
 
 - ``"creating"``: tables are being made, or an older state is being replaced; nothing in it can be used.
-- ``"open"``: a process is training, or died doing so.
-- ``"changing"``: a whole-table change is under way; `change` says which.
+- ``"open"``: a process is training, or died doing so; then the journal knows more than this file.
 - ``"closed"``: it was closed properly.
 """
 
@@ -15,7 +14,7 @@ import hashlib
 import json
 import re
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -23,6 +22,7 @@ from dsa.errors import StateCorruptError
 from dsa.system import write_atomically
 
 __all__ = [
+    "DURABILITIES",
     "FORMAT",
     "FORMAT_VERSION",
     "METADATA_NAME",
@@ -38,9 +38,10 @@ FORMAT_VERSION: Final = 3
 """1 and 2 are the layouts of releases 0.2 and 0.3, which `dsa.migrate` reads."""
 
 METADATA_NAME: Final = "dsa.json"
+DURABILITIES: Final = ("process", "power", "none")
 _TABLE_SUFFIX: Final = ".dsa"
 _TABLE_NAME: Final = re.compile(r"[a-z0-9_-]{0,40}-[0-9a-f]{16}\.dsa")
-_STATUSES: Final = ("creating", "open", "changing", "closed")
+_STATUSES: Final = ("creating", "open", "closed")
 
 
 @final
@@ -50,15 +51,23 @@ class Metadata:
 
     Args:
         status: See the module.
+        identity: A random name of this state, which its journal repeats.
         global_step: Steps that the state has taken.
         tables: One JSON object per table, in the optimizer's order.
-        change: What a ``"changing"`` or ``"creating"`` status is about, in words.
+        change: A whole-table change that is under way, or None.
+        durability: The policy under which the directory was last opened.
+        boot: The run of the operating system in which it was last opened.
+        note: What a ``"creating"`` status is about, in words.
     """
 
     status: str
+    identity: str
     global_step: int = 0
     tables: list[dict[str, Any]] = field(default_factory=list)
-    change: str = ""
+    change: dict[str, Any] | None = None
+    durability: str = "process"
+    boot: str = ""
+    note: str = ""
 
 
 def table_file_name(name: str) -> str:
@@ -69,7 +78,7 @@ def table_file_name(name: str) -> str:
 
     Example:
         >>> table_file_name("enc.emb")
-        'enc_emb-d3f71b1ebf1a5d14.dsa'
+        'enc_emb-2c202679713f42b7.dsa'
     """
     readable = re.sub(r"[^a-z0-9_-]", "_", name.lower().encode("ascii", "replace").decode())[:40]
     return (
@@ -84,14 +93,7 @@ def owned_files(directory: Path) -> list[Path]:
 
 def write_metadata(directory: Path, metadata: Metadata) -> None:
     """Replace ``dsa.json`` durably."""
-    content = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "status": metadata.status,
-        "global_step": metadata.global_step,
-        "tables": metadata.tables,
-        "change": metadata.change,
-    }
+    content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(metadata)}
     document = {"content": content, "crc32": _checksum(content)}
     write_atomically(directory / METADATA_NAME, json.dumps(document, indent=1).encode() + b"\n")
 
@@ -126,18 +128,23 @@ def read_metadata(directory: Path) -> Metadata | None:
 
 
 def _validated(path: Path, content: dict[str, Any]) -> Metadata:
-    status, step, tables, change = (content.get(key) for key in ("status", "global_step", "tables", "change"))
-    good = (
-        status in _STATUSES
-        and isinstance(step, int)
-        and step >= 0
-        and isinstance(change, str)
-        and isinstance(tables, list)
-        and all(isinstance(table, dict) for table in tables)
-    )
+    values = {name: value for name, value in content.items() if name not in ("format", "version")}
+    try:
+        metadata = Metadata(**values)
+        good = (
+            metadata.status in _STATUSES
+            and isinstance(metadata.identity, str)
+            and isinstance(metadata.global_step, int)
+            and metadata.global_step >= 0
+            and all(isinstance(table, dict) for table in metadata.tables)
+            and (metadata.change is None or isinstance(metadata.change, dict))
+            and metadata.durability in DURABILITIES
+        )
+    except TypeError:
+        good = False
     if not good:
         raise _corrupt(path, "lacks entries that every state has")
-    return Metadata(str(status), int(step or 0), list(tables or []), str(change))
+    return metadata
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, final
@@ -12,10 +12,20 @@ import numpy as np
 import torch
 
 from dsa import maintenance
+from dsa.arguments import (
+    Params,
+    curvatures_of,
+    dialect_of,
+    held_tensor,
+    layout_of_backend,
+    named_sources,
+    named_table,
+    table_spec,
+    wanted_curvatures,
+)
 from dsa.backends.memmap import Allocate, Memmap
 from dsa.coalesce import as_gradient, as_rows, coalesce
 from dsa.conventions import (
-    DSA_ADAM,
     AdamOptions,
     BiasCorrection,
     Convention,
@@ -24,20 +34,18 @@ from dsa.conventions import (
     WeightDecayMode,
 )
 from dsa.curvature import CurvatureMap
-from dsa.errors import StateWarning
-from dsa.init import FromArray, Initializer, MatrixLike, as_initializer
-from dsa.manifolds import manifold_of
-from dsa.schema import adam_schema
-from dsa.state import Change, Storage, TableSpec, open_state
+from dsa.kernels.threads import thread_limit
+from dsa.metadata import DURABILITIES
+from dsa.opening import Durability, Queue, Storage, open_state
+from dsa.prefetch import Prefetcher
+from dsa.state import StateDirectory
+from dsa.statistics import Counters, statistics
 from dsa.table import Table, read_weights
 from dsa.tensors import ArrayLike, to_array
-from dsa.update import updated_records
+from dsa.update import compute_update
 from dsa.watch import ClampWatch
 
 __all__ = ["DiskSparseRiemannianAdam"]
-
-Source = Initializer | FromArray | MatrixLike
-Params = Mapping[str, Source] | Sequence[Source]
 
 _PICKLING: Final = (
     "an optimizer whose state lives on disk can't be copied or pickled, because two of them would write to "
@@ -69,14 +77,21 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         k: Curvature magnitude, the curvature being -k: 0 is flat, > 0 a ball of radius ``1 / sqrt(k)``. A
             dict gives one for each table. When state is resumed, the stored curvature wins, with a warning.
         disk_dir: The state directory.
+        max_queue_size: With `async_writes`, the batches that may wait to be written.
         resume: What to do with state that is there: None refuses to guess, True continues it, False replaces
             it with a warning.
+        put_timeout: With `async_writes`, the seconds that a step waits for room before it writes itself.
         retain_params: Keep the source tensors in ``param_groups[0]["params"]``; otherwise empty placeholders
             stand there and the tensors can be freed.
         init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius, in (0, 1].
         backend: ``"memmap"``, or `dsa.backends.Memmap` with a layout of your own.
         allocate: ``"reserve"`` takes the whole disk space now; ``"sparse"`` takes it as rows are first
             written, and a full disk then kills the process.
+        durability: ``"process"``: a step that has returned survives the death of the process (kill -9, out of
+            memory). ``"power"``: it also survives a loss of power, at the cost of waiting for the disk in
+            every step. ``"none"``: no journal; a step that is under way when the process dies may be torn.
+        async_writes: Write in a thread. It pays when the disk is slower than training: for the memmap backend
+            only if its file is far larger than memory.
         second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``, see `AdamOptions`; the last two are better
             on the ball.
         v_transport: ``"tensor"`` or ``"sqrt"``, on the ball.
@@ -92,11 +107,13 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
     Example:
         >>> import tempfile
         >>> from dsa import init
-        >>> with DiskSparseRiemannianAdam({"entity": init.Zeros(1000, 2)}, lr=0.1, k=0.0,
-        disk_dir=tempfile.mkdtemp()) as optimizer: ...     optimizer.step({"entity": (torch.tensor([7]),
-        torch.tensor([[1.0, -1.0]]))}) ...     optimizer.read_rows([7, 8])
+        >>> tables = {"entity": init.Zeros(1000, 2)}
+        >>> optimizer = DiskSparseRiemannianAdam(tables, lr=0.1, k=0.0, disk_dir=tempfile.mkdtemp())
+        >>> optimizer.step({"entity": (torch.tensor([7]), torch.tensor([[1.0, -1.0]]))})
+        >>> optimizer.read_rows([7, 8])
         tensor([[-0.1000,  0.1000],
                 [ 0.0000,  0.0000]])
+        >>> optimizer.close()
     """
 
     def __init__(
@@ -110,20 +127,24 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         weight_decay_mode: WeightDecayMode = "l2",
         k: float | Mapping[str, float] = 1.0,
         disk_dir: str | os.PathLike[str] = "./disk_cache",
+        max_queue_size: int = 150,
         resume: bool | None = None,
+        put_timeout: float = 5.0,
         retain_params: bool = False,
         init_max_norm_fraction: float = 0.5,
         *,
         backend: str | Memmap = "memmap",
         allocate: Allocate = "reserve",
+        durability: Durability = "process",
+        async_writes: bool = False,
         second_moment: SecondMoment = "coordinate",
         v_transport: VTransport = "tensor",
         max_step: float | None = None,
         bias_correction: BiasCorrection | None = None,
         convention: Convention | None = None,
     ) -> None:
-        sources = _named(params)
-        dialect = _dialect(convention, bias_correction)
+        sources = named_sources(params)
+        dialect = dialect_of(convention, bias_correction)
         options = AdamOptions(
             lr=lr,
             beta1=beta1,
@@ -137,7 +158,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             v_transport=v_transport,
             max_step=max_step,
         )
-        curvatures = _curvatures(k, sources)
+        curvatures = curvatures_of(k, sources)
         if max_step is not None and not any(curvatures.values()):
             raise ValueError(
                 f"max_step={max_step!r} is a length on the ball, but every table has k=0: leave it out, or "
@@ -148,13 +169,19 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
                 f"init_max_norm_fraction={init_max_norm_fraction!r} is out of range: pass a number in (0, 1]"
             )
         specs = [
-            _spec(name, source, curvatures[name], second_moment, init_max_norm_fraction)
+            table_spec(name, source, curvatures[name], second_moment, init_max_norm_fraction)
             for name, source in sources.items()
         ]
         self._fixed = options
         self._watch = ClampWatch()
-        self._state = open_state(disk_dir, specs, resume, Storage(allocate, _layout(backend).stride))
-        held = [_held(source, retain_params) for source in sources.values()]
+        self._counters = Counters()
+        self._prefetcher = Prefetcher()
+        if durability not in DURABILITIES:
+            raise ValueError(f"durability={durability!r} is not known: use one of {DURABILITIES}")
+        queue = Queue(max_queue_size, put_timeout) if async_writes else None
+        storage = Storage(allocate, layout_of_backend(backend).stride, durability, queue)
+        self._state = open_state(disk_dir, specs, resume, storage)
+        held = [held_tensor(source, retain_params) for source in sources.values()]
         defaults = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": held, "names": list(sources)}], defaults)
 
@@ -184,20 +211,24 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             RowIndexError, RowTypeError, GradientError: a batch can't be used; nothing has changed.
             CorruptRowError: a stored row is implausible; nothing has changed.
         """
-        self._state.require_open()
-        options = self._options()
-        batches = [self._batch(name, *update) for name, update in updates.items()]
-        if current_k is not None:
-            self._change_curvature(float(current_k))
-        stamp = self._state.global_step + 2  # the step this one will be, plus one
-        threads = torch.get_num_threads()
-        changes: list[Change] = []
-        for table, rows, grad in batches:
-            if len(rows):
-                records, report = updated_records(table, rows, grad, options, stamp=stamp, threads=threads)
-                changes.append(Change(table, rows, records))
+        with self._ready() as state:
+            options = self._options()
+            batches = [self._batch(name, *update) for name, update in updates.items()]
+            if current_k is not None:
+                for table, k in wanted_curvatures(state.tables, current_k, name=None):
+                    maintenance.change_curvature(state, table, k, "clip", reset_moments=False)
+            parts = [(table, rows) for table, rows, _ in batches]
+            progress = state.progress().after_step([state.index(table) for table, rows in parts if len(rows)])
+            memory = state.begin(progress, parts)
+            reports = [
+                compute_update(table, rows, grad, options, records, stamp=progress.global_step + 1)
+                for (table, rows, grad), records in zip(batches, memory, strict=True)
+            ]
+            state.commit()
+            for (table, rows), report in zip(parts, reports, strict=True):
+                self._prefetcher.note_use(table, rows)
+                self._counters.note(report)
                 self._watch.note(len(rows), report)
-        self._state.commit(changes)
 
     def read_rows(self, indices: ArrayLike | Sequence[int], name: str | None = None) -> torch.Tensor:
         """Return the current weights of some rows.
@@ -214,11 +245,41 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             RowIndexError, RowTypeError: the indices can't be used.
             CorruptRowError: a stored row is implausible.
         """
+        with self._ready():
+            table = named_table(self._state.tables, name)
+            rows = as_rows(to_array(indices), len(table), table.name)
+            unique, inverse = np.unique(rows, return_inverse=True)
+            return torch.from_numpy(read_weights(table, unique)[inverse])
+
+    def prefetch(self, indices: ArrayLike | Sequence[int], name: str | None = None) -> None:
+        """Announce rows that a coming step or `read_rows` will need.
+
+        Returns at once and never changes a result. See `dsa.lookahead` for a loader that does this for every
+        batch.
+
+        Args:
+            indices: ``(B,)`` of an integer dtype, in any order, duplicates allowed.
+            name: The table; may be left out when there is only one.
+
+        Raises:
+            KeyError: the name is not a table's, or is missing where there are several.
+            RowIndexError, RowTypeError: the indices can't be used.
+        """
         self._state.require_open()
-        table = self._table(name)
-        rows = as_rows(to_array(indices), len(table), table.name)
-        unique, inverse = np.unique(rows, return_inverse=True)
-        return torch.from_numpy(read_weights(table, unique)[inverse])
+        table = named_table(self._state.tables, name)
+        self._prefetcher.announce(table, as_rows(to_array(indices), len(table), table.name))
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Return counts since the optimizer was built.
+
+        ``rows_*`` count rows of tables; ``logical_bytes_*`` the bytes of their weights, moments and counters,
+        and ``record_bytes_written`` what was handed to the backend for them. The disk moves whole pages of 4
+        KiB: rows at random cost it several times that. ``overlay_rows``, ``queue_*``, ``sync_fallbacks`` and
+        ``writer_status`` are about `async_writes`; ``prefetch_hits`` are rows of steps that a hint had named.
+        ``rows_clamped`` ended at the edge of the ball, ``rows_clamped_far`` by a step of over one hyperbolic
+        unit; ``longest_step`` is in that unit.
+        """
+        return statistics(self._state, self._counters, self._prefetcher)
 
     def set_curvature(
         self,
@@ -243,21 +304,12 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             KeyError: a name is not a table's.
             ValueError: a curvature is out of range, or the call names no table.
         """
-        self._state.require_open()
         if map not in ("clip", "log0"):
             raise ValueError(f"map={map!r} is not known: use 'clip' or 'log0'")
-        if isinstance(k, Mapping):
-            if name is not None:
-                raise ValueError(f"both name={name!r} and a dict of curvatures are given: pass one of them")
-            wanted = {self._table(key): float(value) for key, value in k.items()}
-        elif name is not None:
-            wanted = {self._table(name): float(k)}
-        else:
-            wanted = dict.fromkeys(self._curved_tables(), float(k))
-        for value in wanted.values():
-            manifold_of(value)
-        for table, value in wanted.items():
-            maintenance.change_curvature(self._state, table, value, map, reset_moments)
+        with self._ready() as state:
+            wanted = wanted_curvatures(state.tables, k, name)
+            for table, value in wanted:
+                maintenance.change_curvature(state, table, value, map, reset_moments)
 
     def reproject_all(self, name: str | None = None) -> int:
         """Scan whole tables: bring rows back into the ball and reset rows that hold implausible values. O(N).
@@ -269,16 +321,23 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             The number of rows that were projected. Rows that had to be reset are told of in a warning.
         """
         self._state.require_open()
-        tables = self._state.tables.values() if name is None else [self._table(name)]
-        return sum(maintenance.reproject(self._state, table) for table in tables)
+        with self._state.exclusive:
+            self._state.settle()
+            tables = (
+                list(self._state.tables.values()) if name is None else [named_table(self._state.tables, name)]
+            )
+            return sum(maintenance.reproject(self._state, table) for table in tables)
 
     def flush(self) -> None:
         """Return once everything is durable on disk."""
-        self._state.flush()
+        with self._state.exclusive:
+            self._state.flush()
 
     def close(self) -> None:
         """Flush and release the directory; closing twice is silent. Nothing else works afterwards."""
-        self._state.close()
+        self._prefetcher.close()
+        with self._state.exclusive:
+            self._state.close()
 
     def shutdown(self) -> None:
         """Do what `close` does."""
@@ -328,6 +387,15 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(_PICKLING)
 
+    @contextlib.contextmanager
+    def _ready(self) -> Iterator[StateDirectory]:
+        """Hold the state with nothing pending; other threads wait."""
+        self._state.require_open()
+        with self._state.exclusive, thread_limit(torch.get_num_threads()):
+            self._state.settle()
+            maintenance.finish_change(self._state)
+            yield self._state
+
     def _options(self) -> AdamOptions:
         group = self.param_groups[0]
         beta1, beta2 = group["betas"]
@@ -351,100 +419,8 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             )
         return self._fixed
 
-    def _table(self, name: str | None) -> Table:
-        tables = self._state.tables
-        if name is None and len(tables) == 1:
-            return next(iter(tables.values()))
-        if name not in tables:
-            what = "a table has to be named" if name is None else f"there is no table {name!r}"
-            raise KeyError(f"{what}: the tables are {sorted(tables)}")
-        return tables[name]
-
     def _batch(self, name: str, indices: object, grad: object) -> tuple[Table, Any, Any]:
-        table = self._table(name)
+        table = named_table(self._state.tables, name)
         rows = as_rows(to_array(indices), len(table), name)
         gradient = as_gradient(to_array(grad), len(rows), table.dim, name)
         return table, *coalesce(rows, gradient, name)
-
-    def _curved_tables(self) -> Iterator[Table]:
-        tables = list(self._state.tables.values())
-        chosen = tables if len(tables) == 1 else [table for table in tables if table.k > 0.0]
-        if not chosen:
-            raise ValueError(
-                "every table is flat, so that the one meant is unclear: pass name=, or a dict of curvatures"
-            )
-        return iter(chosen)
-
-    def _change_curvature(self, k: float) -> None:
-        manifold_of(k)
-        for table in self._curved_tables():
-            maintenance.change_curvature(self._state, table, k, "clip", reset_moments=False)
-
-
-def _named(params: Params) -> dict[str, Initializer | FromArray]:
-    if isinstance(params, Mapping):
-        items: dict[str, Source] = dict(params)
-    elif isinstance(params, list | tuple):
-        items = {f"param_{i}": source for i, source in enumerate(params)}
-    else:
-        raise TypeError(
-            f"params is a {type(params).__name__}: pass a dict of names and tables, or a list of tables"
-        )
-    if not items:
-        raise ValueError("params holds no table: pass at least one")
-    for name in items:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"{name!r} is not a table's name: pass a string that is not empty")
-    return {name: as_initializer(source) for name, source in items.items()}
-
-
-def _dialect(convention: Convention | None, bias_correction: BiasCorrection | None) -> Convention:
-    base = DSA_ADAM if convention is None else convention
-    if bias_correction is None or bias_correction == base.bias_correction:
-        return base
-    if convention is not None:
-        raise ValueError(f"bias_correction={bias_correction!r} contradicts {convention}: pass one of them")
-    return Convention(base.eps_placement, bias_correction)
-
-
-def _curvatures(k: float | Mapping[str, float], names: Mapping[str, object]) -> dict[str, float]:
-    if isinstance(k, Mapping):
-        if set(k) != set(names):
-            raise ValueError(
-                f"k names the tables {sorted(k)} but the tables are {sorted(names)}: give a curvature for "
-                "each"
-            )
-        curvatures = {name: float(k[name]) for name in names}
-    else:
-        curvatures = dict.fromkeys(names, float(k))
-    for value in curvatures.values():
-        manifold_of(value)
-    return curvatures
-
-
-def _spec(
-    name: str, source: Initializer | FromArray, k: float, second_moment: SecondMoment, fraction: float
-) -> TableSpec:
-    schema = adam_schema(source.dim, second_moment_per="row" if second_moment == "row" else "element")
-    return TableSpec(name, schema, source, k, second_moment, fraction)
-
-
-def _layout(backend: str | Memmap) -> Memmap:
-    if isinstance(backend, Memmap):
-        return backend
-    if backend != "memmap":
-        raise ValueError(f"backend={backend!r} is not known: pass 'memmap' or dsa.backends.Memmap(...)")
-    return Memmap()
-
-
-def _held(source: Initializer | FromArray, retain: bool) -> torch.Tensor:
-    if not retain:
-        return torch.empty(0)
-    if isinstance(source, FromArray) and isinstance(source.array, torch.Tensor):
-        return source.array.detach()
-    warnings.warn(
-        "retain_params=True keeps nothing here: the table does not come from a tensor",
-        StateWarning,
-        stacklevel=4,
-    )
-    return torch.empty(0)

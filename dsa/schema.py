@@ -10,6 +10,7 @@ kernel may look at records as a matrix of 32-bit words.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -38,6 +39,7 @@ _STORED = {
     "int64": "<i8",
 }
 _WORD = 4
+_LARGEST = 1 << 30
 
 
 @final
@@ -95,12 +97,18 @@ class Schema:
     fields: tuple[Field, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dim", operator.index(self.dim))  # numpy's integers are not JSON
         if self.dim < 1:
             raise ValueError(f"dim is {self.dim}: an embedding needs at least one element")
         if not self.fields:
             raise ValueError("a schema without fields stores nothing: name at least one field")
         if len(set(self.names)) != len(self.fields):
             raise ValueError(f"field names repeat in {self.names}: give each field its own name")
+        size = sum(self.field_bytes(field) for field in self.fields)
+        if size > _LARGEST:
+            raise ValueError(
+                f"a record of {size:,} bytes is too large: {_LARGEST:,} is the most, use a smaller dim"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,8 +161,8 @@ class Schema:
         """
         try:
             fields = tuple(Field(str(f["name"]), str(f["dtype"]), f["per"]) for f in data["fields"])
-            return cls(int(data["dim"]), fields)
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(data["dim"], fields)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateCorruptError(f"the record description {data!r} can't be read: {error}") from error
 
     def _format(self, field: Field) -> Any:  # noqa: ANN401 - numpy's dtype-like

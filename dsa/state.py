@@ -1,410 +1,255 @@
-"""One state directory: its lock, its metadata, its tables, and the policy for what is already there.
+"""An open state directory: its tables, and the transactions that change them.
 
-Every mismatch, and every partial, truncated or foreign file, is an error before anything is changed.
+Nothing is stored but through `begin` and `commit`. With a journal, a committed transaction survives the death
+of the process at any instant, and an uncommitted one leaves no trace; see `dsa.journal`. `dsa.opening` opens
+directories.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
-from dsa import system
-from dsa.backends.base import StateBackend
-from dsa.backends.memmap import Allocate, MemmapBackend, Stride, file_bytes
-from dsa.errors import (
-    DiskSpaceError,
-    StateClosedError,
-    StateCorruptError,
-    StateExistsError,
-    StateIncompleteError,
-    StateLockedError,
-    StateMismatchError,
-    StateNotFoundError,
-    StateWarning,
-)
-from dsa.init import FromArray, Initializer, from_json
-from dsa.manifolds import curvature_from_json
-from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata, table_file_name, write_metadata
-from dsa.schema import Records, Rows, Schema
+import numpy as np
+
+from dsa.errors import StateClosedError, StateCorruptError
+from dsa.journal import Journal
+from dsa.journal_format import Entry
+from dsa.metadata import Metadata, write_metadata
+from dsa.progress import Progress, progress_of
+from dsa.schema import Records, Rows
 from dsa.table import Table, describe_table
-from dsa.weights import write_initial_weights
 
-__all__ = ["Change", "StateDirectory", "Storage", "TableSpec", "open_state"]
-
-_LOCK_NAME: Final = "dsa.lock"
+__all__ = ["StateDirectory", "apply_entry"]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class TableSpec:
-    """A table as the caller asks for it.
-
-    Args:
-        name: Any non-empty string.
-        schema: Layout of a record.
-        source: The rule or the array that gives the first weights.
-        k: Curvature magnitude.
-        second_moment: The meaning of ``v``.
-        init_max_norm_fraction: See `dsa.table.Table`.
-    """
-
-    name: str
-    schema: Schema
-    source: Initializer | FromArray
-    k: float
-    second_moment: str
-    init_max_norm_fraction: float
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """How new table files are laid out; see `MemmapBackend.create`.
-
-    Args:
-        allocate: ``"reserve"`` or ``"sparse"``.
-        stride: None for the rule, ``"packed"``, ``"page"``, or bytes.
-    """
-
-    allocate: Allocate = "reserve"
-    stride: Stride = None
-
-
-class Change(NamedTuple):
-    """New records of some rows of one table, part of a step."""
-
-    table: Table
-    rows: Rows
-    records: Records
+class _Transaction(NamedTuple):
+    progress: Progress
+    parts: list[tuple[Table, Rows, Records]]
 
 
 @final
 class StateDirectory:
-    """An open state directory. Made by `open_state`; closed by `close`."""
+    """The tables of one directory, open. Made by `dsa.opening.open_state`; closed by `close`.
 
-    def __init__(self, path: Path, lock: int, metadata: Metadata, tables: Sequence[Table]) -> None:
+    Args:
+        path: The directory.
+        lock: The descriptor that holds the directory's lock.
+        metadata: The content of the description file; kept up to date here.
+        tables: The open tables, in the description's order.
+        journal: The journal, or None for the durability ``"none"``.
+    """
+
+    def __init__(
+        self, path: Path, lock: int, metadata: Metadata, tables: Sequence[Table], journal: Journal | None
+    ) -> None:
         self.path = path
         self.tables = {table.name: table for table in tables}
         self.global_step = metadata.global_step
+        self.change: dict[str, Any] | None = metadata.change
+        self.exclusive = threading.RLock()
+        self.steps_taken = 0
+        self._metadata = metadata
         self._lock: int | None = lock
         self._process = os.getpid()
+        self._order = list(tables)
+        self._journal = journal
+        self._draft: _Transaction | None = None
+        self._pending: _Transaction | None = None
+        self._flush_failed = False
+        _OPEN.add(self)
 
-    def commit(self, changes: Sequence[Change]) -> None:
-        """Store one step: the new records of every table concerned, and the counts."""
-        self.require_open()
-        for table, rows, records in changes:
-            table.backend.write(rows, records)
-        for table, _, _ in changes:
-            table.steps += 1
-        self.global_step += 1
+    def progress(self) -> Progress:
+        """Return the counts, curvatures and pending change that the state stands at."""
+        return progress_of(self._order, self.global_step, self.change)
 
-    @contextlib.contextmanager
-    def whole_table_change(self, what: str) -> Iterator[None]:
-        """Mark the directory while a whole-table change runs, so that the next open can explain a kill.
+    @property
+    def journal_bytes(self) -> int:
+        """Bytes written to the journal since the state was opened."""
+        return 0 if self._journal is None else self._journal.bytes_written
+
+    def index(self, table: Table) -> int:
+        """Return a table's position in the state."""
+        return self._order.index(table)
+
+    def begin(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Records]:
+        """Start a transaction and return the memory of its records, to be filled before `commit`.
 
         Args:
-            what: The change in words, for that explanation.
+            progress: What the state will stand at.
+            batches: The rows of each table that will change; one array of records is returned for each.
+
+        Raises:
+            DiskSpaceError: the journal has to grow and the disk is full. Nothing has changed.
         """
-        self.require_open()
-        self._save("changing", what)
-        yield
-        self._save("open")
+        self.settle()
+        if self._journal is None:
+            buffers = [np.empty(len(rows), table.backend.schema.dtype) for table, rows in batches]
+        else:
+            buffers = self._begin_entry(self._journal, progress, batches)
+        parts = [(table, rows, records) for (table, rows), records in zip(batches, buffers, strict=True)]
+        self._draft = _Transaction(progress, parts)
+        return buffers
+
+    def commit(self) -> None:
+        """Make the transaction begun last happen.
+
+        Raises:
+            OSError: the disk failed. Whether the transaction counts is then open until the next call of any
+                method, or `flush`, has completed it; `global_step` tells afterwards.
+        """
+        self._pending, self._draft = self._draft, None
+        self.settle()
+
+    def settle(self) -> None:
+        """Complete a transaction whose commit was interrupted by an error or a signal, if there is one."""
+        pending = self._pending
+        if pending is None:
+            return
+        if self._journal is not None:
+            self._journal.commit()
+        for table, rows, records in pending.parts:
+            table.backend.write(rows, records)
+        for table, rows, _ in pending.parts:
+            table.rows_written += len(rows)
+        self.steps_taken += pending.progress.global_step - self.global_step
+        self._adopt(pending.progress)
+        self._pending = None
+        if self._journal is not None and not self._journal.durable and not self._queued():
+            self._journal.release()
 
     def flush(self) -> None:
-        """Return once the state is durable."""
+        """Return once the state is durable, whatever the durability."""
         self.require_open()
-        for table in self.tables.values():
-            table.backend.flush()
+        self.settle()
+        self._flush_tables()
+        self._save("open")
+
+    def mark_change(self, change: dict[str, Any] | None) -> None:
+        """Record that a whole-table change starts or has ended. With a journal its entries say so too."""
+        self.change = change
         self._save("open")
 
     def close(self) -> None:
         """Flush, mark the directory as closed and release it; silent when repeated, and in a forked child."""
         if self._lock is None or os.getpid() != self._process:
             return
+        self.settle()
         lock, self._lock = self._lock, None
         try:
-            for table in self.tables.values():
+            for table in self._order:
                 table.backend.close()
             self._save("closed")
+            if self._journal is not None:
+                self._journal.close(remove=True)
         finally:
             os.close(lock)
 
     def require_open(self) -> None:
         """Raise `StateClosedError` when the state was closed or belongs to another process."""
-        if self._lock is None:
-            raise StateClosedError(
-                f"the state directory {str(self.path)!r} was closed: build the optimizer again with "
-                "resume=True to go on"
-            )
         if os.getpid() != self._process:
             raise StateClosedError(
                 f"the state directory {str(self.path)!r} belongs to process {self._process} and this is a "
-                "fork of it: use the optimizer in the "
-                "process that made it"
+                "fork of "
+                "it: use the optimizer in the process that made it"
+            )
+        if self._lock is None:
+            raise StateClosedError(
+                f"the state directory {str(self.path)!r} was closed: build the optimizer again with "
+                "resume=True to "
+                "go on"
             )
 
-    def _save(self, status: str, change: str = "") -> None:
-        tables = [describe_table(table) for table in self.tables.values()]
-        write_metadata(self.path, Metadata(status, self.global_step, tables, change))
+    def abandon_in_child(self) -> None:
+        """Let go of the lock in a forked child, so that a child that outlives its parent does not keep it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None and os.getpid() == self._process:
+            os.close(self._lock)  # type: ignore[arg-type]  # not None: tested above
+            warnings.warn(
+                f"the state directory {str(self.path)!r} was never closed: call close(), or use the "
+                "optimizer in a "
+                "with statement",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+    def _begin_entry(
+        self, journal: Journal, progress: Progress, batches: Sequence[tuple[Table, Rows]]
+    ) -> list[Records]:
+        note = progress.to_bytes()
+        parts = [(self._order.index(table), rows, table.backend.schema.dtype) for table, rows in batches]
+        buffers = journal.begin(note, parts)
+        if buffers is None:
+            # The older entries may go once the tables hold what they say, as durably as the policy has it.
+            self._flush_tables() if journal.durable else self._drain_tables()
+            journal.release()
+            buffers = journal.begin(note, parts)
+        assert buffers is not None, "a journal that keeps one entry grows instead of refusing"
+        return buffers
+
+    def _queued(self) -> bool:
+        return any(table.writer is not None and table.writer.queued for table in self._order)
+
+    def _drain_tables(self) -> None:
+        for table in self._order:
+            if table.writer is not None:
+                table.writer.drain()
+
+    def _flush_tables(self) -> None:
+        if self._flush_failed and self._journal is not None:
+            # After a failed sync the system may count pages as clean that never reached the device: write
+            # them again.
+            for entry in self._journal.entries():
+                apply_entry(self._order, entry)
+        self._flush_failed = True
+        for table in self._order:
+            table.backend.flush()
+        self._flush_failed = False
+
+    def _adopt(self, progress: Progress) -> None:
+        self.global_step, self.change = progress.global_step, progress.change
+        for table, steps, k in zip(self._order, progress.steps, progress.curvatures, strict=True):
+            table.steps, table.k = steps, k
+
+    def _save(self, status: str) -> None:
+        metadata = self._metadata
+        metadata.status, metadata.global_step, metadata.change = status, self.global_step, self.change
+        metadata.tables = [describe_table(table) for table in self._order]
+        write_metadata(self.path, metadata)
 
 
-def open_state(
-    directory: str | os.PathLike[str], specs: Sequence[TableSpec], resume: bool | None, storage: Storage
-) -> StateDirectory:
-    """Open, continue or replace the state in a directory.
-
-    Args:
-        directory: Made when it does not exist; an empty one is as good as none. Files that are not dsa's are
-            left alone.
-        specs: The tables asked for, in order.
-        resume: None refuses to guess when there is state; True continues it; False replaces it, with a
-            warning.
-        storage: Layout of new tables.
+def apply_entry(tables: Sequence[Table], entry: Entry) -> None:
+    """Write a journal entry's rows to the tables; doing so again changes nothing.
 
     Raises:
-        StateExistsError: there is state and `resume` is None.
-        StateNotFoundError: there is none and `resume` is True.
-        StateMismatchError: the stored tables differ from `specs`.
-        StateCorruptError: a file is damaged, truncated, extended, missing or foreign.
-        StateIncompleteError: a creation or a whole-table change was interrupted.
-        StateLockedError: another process holds the directory.
-        DiskSpaceError: there is not enough room for new tables.
+        StateCorruptError: the entry does not fit the tables.
     """
-    path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    lock = _take_lock(path)
-    try:
-        if resume is False:
-            return _replace(path, lock, specs, storage)
-        stored = read_metadata(path)
-        _refuse_leftovers(path, stored)
-        if stored is None:
-            if resume:
-                raise StateNotFoundError(
-                    f"there is no state to resume in {str(path)!r}: pass resume=None to start there, or "
-                    "correct the path"
-                )
-            return _create(path, lock, specs, storage)
-        _refuse_unfinished(path, stored)
-        if resume is None:
-            raise StateExistsError(
-                f"{_summary(path, stored)}: pass resume=True to continue it or resume=False to start over"
-            )
-        return _continue(path, lock, specs, stored)
-    except BaseException:
-        os.close(lock)
-        raise
+    for index, rows, raw in entry.parts:
+        backend = tables[index].backend if index < len(tables) else None
+        if backend is None or raw.shape[1] != backend.schema.dtype.itemsize:
+            raise StateCorruptError(f"entry {entry.sequence} of the journal does not fit the state's tables")
+        if len(rows) and not (rows[0] >= 0 and rows[-1] < len(backend)):
+            raise StateCorruptError(f"entry {entry.sequence} of the journal names rows outside table {index}")
+        backend.write(rows, np.ascontiguousarray(raw).view(backend.schema.dtype)[:, 0])
 
 
-def _take_lock(path: Path) -> int:
-    lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    if not system.lock_file(lock):
-        holder = os.read(lock, 32).decode("ascii", "replace").strip()
-        os.close(lock)
-        raise StateLockedError(
-            f"the state directory {str(path)!r} is in use by process {holder or 'unknown'}: close that "
-            "optimizer, end that process, or choose another "
-            "directory"
-        )
-    os.ftruncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())
-    return lock
+_OPEN: Final[weakref.WeakSet[StateDirectory]] = weakref.WeakSet()
 
 
-def _refuse_leftovers(path: Path, stored: Metadata | None) -> None:
-    """Refuse directories that hold table files without a description, or the files of releases up to 0.3."""
-    _refuse_legacy(path)
-    files = owned_files(path)
-    if stored is None and files:
-        raise StateCorruptError(
-            f"{str(path)!r} holds the table file {files[0].name!r} but no {METADATA_NAME}: restore the "
-            "description from a copy, or pass "
-            "resume=False to start over"
-        )
+def _abandon_all() -> None:
+    for state in list(_OPEN):
+        state.abandon_in_child()
 
 
-def _refuse_legacy(path: Path) -> None:
-    legacy = [*path.glob("dsa_global_meta.json"), *path.glob("*_w.dat")]
-    if legacy:
-        raise StateMismatchError(
-            f"{str(path)!r} holds state of an older release ({legacy[0].name!r}), which this one does not "
-            "read: choose another directory, or move the "
-            "old files away"
-        )
-
-
-def _summary(path: Path, stored: Metadata) -> str:
-    tables = ", ".join(
-        f"{table.get('name')!r} ({table.get('backend', {}).get('rows')} x "
-        f"{table.get('backend', {}).get('schema', {}).get('dim')})"
-        for table in stored.tables
-    )
-    held = f"state at step {stored.global_step}, with the tables {tables or 'none'}"
-    return f"the directory {str(path)!r} already holds {held}"
-
-
-def _replace(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage) -> StateDirectory:
-    _refuse_legacy(path)
-    files = owned_files(path)
-    if not files and not (path / METADATA_NAME).exists():
-        return _create(path, lock, specs, storage)
-    old = sum(
-        file.stat().st_blocks * 512 if hasattr(os.stat_result, "st_blocks") else file.stat().st_size
-        for file in files
-    )
-    _require_space(path, specs, storage, freed=old)
-    warnings.warn(
-        f"resume=False replaces the state in {str(path)!r}: what it held is lost", StateWarning, stacklevel=5
-    )
-    write_metadata(path, Metadata("creating", change="replacing an older state, which is lost"))
-    for file in files:
-        file.unlink()
-    return _create(path, lock, specs, storage)
-
-
-def _require_space(path: Path, specs: Sequence[TableSpec], storage: Storage, freed: int = 0) -> None:
-    if storage.allocate != "reserve":
-        return
-    needed = sum(file_bytes(spec.source.rows, spec.schema, storage.stride) for spec in specs)
-    available = system.available_bytes(path) + freed
-    if needed > available:
-        raise DiskSpaceError(needed, available, str(path))
-
-
-def _create(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage) -> StateDirectory:
-    _require_space(path, specs, storage)
-    made: list[Path] = []
-    tables: list[Table] = []
-    try:
-        if not (path / METADATA_NAME).exists():
-            write_metadata(path, Metadata("creating", change="making a new state"))
-        for spec in specs:
-            file = path / table_file_name(spec.name)
-            backend = MemmapBackend.create(
-                file, spec.source.rows, spec.schema, stride=storage.stride, allocate=storage.allocate
-            )
-            made.append(file)
-            tables.append(_new_table(spec, backend))
-            write_initial_weights(tables[-1], spec.source)
-        state = StateDirectory(path, lock, Metadata("open"), tables)
-        state._save("open")
-    except BaseException:
-        _discard(path, tables, made)
-        raise
-    return state
-
-
-def _new_table(spec: TableSpec, backend: StateBackend) -> Table:
-    lazy = None if isinstance(spec.source, FromArray) else spec.source
-    return Table(spec.name, backend, lazy, spec.second_moment, spec.init_max_norm_fraction, spec.k)
-
-
-def _discard(path: Path, tables: Sequence[Table], files: Sequence[Path]) -> None:
-    """Remove what an unfinished creation has made, whatever state it is in."""
-    steps: list[Callable[[], object]] = [table.backend.close for table in tables]
-    steps += [file.unlink for file in files]
-    steps.append((path / METADATA_NAME).unlink)
-    for step in steps:
-        with contextlib.suppress(OSError):
-            step()
-
-
-def _refuse_unfinished(path: Path, stored: Metadata) -> None:
-    if stored.status == "creating":
-        raise StateIncompleteError(
-            f"the creation of the state in {str(path)!r} was interrupted ({stored.change}): nothing in it "
-            "can be used; pass resume=False to start over"
-        )
-    if stored.status == "changing":
-        raise StateIncompleteError(
-            f"a change of the whole state in {str(path)!r} was interrupted ({stored.change}): some rows have "
-            "it and others do not; restore the directory "
-            "from a copy, or pass resume=False to start over"
-        )
-
-
-def _continue(path: Path, lock: int, specs: Sequence[TableSpec], stored: Metadata) -> StateDirectory:
-    if stored.status == "open":
-        warnings.warn(
-            f"the state in {str(path)!r} was not closed: its process ended early, and the rows of its last "
-            "step may be partly new",
-            StateWarning,
-            stacklevel=5,
-        )
-    by_name = _match_names(path, specs, stored)
-    with contextlib.ExitStack() as opened:
-        tables: list[Table] = []
-        for spec in specs:
-            tables.append(_open_table(path, spec, by_name[spec.name]))
-            opened.callback(tables[-1].backend.close)
-        state = StateDirectory(path, lock, stored, tables)
-        state._save("open")
-        opened.pop_all()
-    return state
-
-
-def _match_names(path: Path, specs: Sequence[TableSpec], stored: Metadata) -> dict[str, dict[str, Any]]:
-    by_name = {str(table.get("name")): table for table in stored.tables}
-    wanted = {spec.name for spec in specs}
-    if wanted != set(by_name):
-        raise StateMismatchError(
-            f"the state in {str(path)!r} holds the tables {sorted(by_name)} but {sorted(wanted)} are asked "
-            "for: pass the stored ones, or another directory"
-        )
-    return by_name
-
-
-def _open_table(path: Path, spec: TableSpec, stored: dict[str, Any]) -> Table:
-    description = stored.get("backend")
-    if not isinstance(description, dict) or not isinstance(description.get("rows"), int):
-        raise StateCorruptError(
-            f"the description of table {spec.name!r} in {str(path)!r} lacks its backend: restore "
-            f"{METADATA_NAME} from a copy"
-        )
-    _match_table(spec, stored, description)
-    initializer = None if stored.get("init") is None else from_json(stored["init"])
-    table = Table(
-        spec.name,
-        MemmapBackend.open(path / table_file_name(spec.name), description),
-        initializer,
-        spec.second_moment,
-        float(stored["init_max_norm_fraction"]),
-        curvature_from_json(stored.get("k")),
-        int(stored.get("steps", 0)),
-    )
-    if table.k != spec.k:
-        warnings.warn(
-            f"table {spec.name!r} was stored with k={table.k!r}, which is kept; the k={spec.k!r} asked for "
-            f"is ignored: call set_curvature({spec.k!r}) to "
-            "change it",
-            StateWarning,
-            stacklevel=6,
-        )
-    return table
-
-
-def _match_table(spec: TableSpec, stored: dict[str, Any], description: dict[str, Any]) -> None:
-    schema = Schema.from_json(description.get("schema"))
-    if (description["rows"], schema.dim) != (spec.source.rows, spec.schema.dim):
-        raise StateMismatchError(
-            f"table {spec.name!r} is stored as {description['rows']} x {schema.dim} but {spec.source.rows} x "
-            f"{spec.schema.dim} is asked for: pass a table of "
-            "the stored shape, or another directory"
-        )
-    if schema != spec.schema or stored.get("second_moment") != spec.second_moment:
-        raise StateMismatchError(
-            f"table {spec.name!r} is stored with second_moment={stored.get('second_moment')!r} and the "
-            f"fields {_fields(schema)} but "
-            f"second_moment={spec.second_moment!r} with {_fields(spec.schema)} is asked for: the stored "
-            "moments would be misread; pass the stored options, or "
-            "another directory"
-        )
-
-
-def _fields(schema: Schema) -> str:
-    return ", ".join(f"{field.name} {field.dtype} per {field.per}" for field in schema.fields)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

@@ -32,11 +32,13 @@ __all__ = [
     "announce_pages",
     "available_bytes",
     "blocks_read",
+    "boot_identity",
     "drop_cache",
     "lock_file",
     "reserve",
     "sync_directory",
     "sync_file",
+    "sync_mapping",
     "write_atomically",
 ]
 
@@ -121,6 +123,20 @@ def _allocate(descriptor: int, size: int) -> None:
 def sync_file(descriptor: int) -> None:
     """Return once a file's data is on the device."""
     getattr(os, "fdatasync", os.fsync)(descriptor)
+
+
+def sync_mapping(mapping: mmap.mmap, descriptor: int) -> None:
+    """Return once everything written to a mapping is on the device."""
+    mapping.flush()
+    sync_file(descriptor)
+
+
+def boot_identity() -> str:
+    """Return what names this run of the operating system, or an empty string where nothing does."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:

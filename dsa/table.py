@@ -15,6 +15,7 @@ from dsa.init import Initializer
 from dsa.kernels.checks import describe_fault, first_implausible
 from dsa.manifolds import Manifold, manifold_of
 from dsa.schema import Records, Rows
+from dsa.writer import WriteBehind
 
 __all__ = ["Table", "blank_records", "clip_norms", "read_records", "read_weights"]
 
@@ -35,6 +36,9 @@ class Table:
         init_max_norm_fraction: Largest norm of a fresh row on the ball, as a fraction of its radius.
         k: Curvature magnitude; the space has curvature -k.
         steps: Optimizer steps in which the table took part.
+        writer: The write queue when `backend` is one, else None.
+        rows_read: Rows read since the table was opened.
+        rows_written: Rows handed to the backend since then.
     """
 
     name: str
@@ -44,6 +48,9 @@ class Table:
     init_max_norm_fraction: float
     k: float
     steps: int = 0
+    writer: WriteBehind | None = None
+    rows_read: int = 0
+    rows_written: int = 0
 
     def __len__(self) -> int:
         return len(self.backend)
@@ -59,7 +66,7 @@ class Table:
         return manifold_of(self.k)
 
 
-def read_records(table: Table, rows: Rows) -> Records:
+def read_records(table: Table, rows: Rows, out: Records | None = None) -> Records:
     """Return the records of `rows`; one that was never written has its initial weight and stamp 0.
 
     The stored values are not judged here: the update does that in its own pass, `read_weights` for everyone
@@ -68,8 +75,10 @@ def read_records(table: Table, rows: Rows) -> Records:
     Args:
         table: The table.
         rows: ``(B,)`` int64, strictly increasing, inside the table.
+        out: ``(B,)`` records to fill and return; new ones when None.
     """
-    records = table.backend.read(rows)
+    records = table.backend.read(rows, out)
+    table.rows_read += len(rows)
     return fill_untouched(table, rows, records)
 
 

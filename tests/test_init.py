@@ -366,10 +366,15 @@ def test_lazy_rules_are_told_from_arrays_by_the_union():
     assert not isinstance(FromArray(sample()), init.Initializer)
 
 
-def test_importing_and_using_it_leaves_torch_alone():
-    program = (
-        "import sys, numpy as np; from dsa import init; "
-        "list(init.as_initializer(np.ones((2, 2))).blocks(1)); sys.exit('torch' in sys.modules)"
-    )
-    root = Path(init.__file__).parents[1]
-    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+def test_this_floor_leaves_torch_alone():
+    # The package's own __init__ imports the optimizers, so an empty package stands in for it.
+    program = """
+import sys, types
+import numpy as np
+package = sys.modules["dsa"] = types.ModuleType("dsa")
+package.__path__ = [sys.argv[1]]
+from dsa.init import as_initializer
+assert len(list(as_initializer(np.ones((2, 2))).blocks(1))) == 2
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program, str(Path(init.__file__).parent)], check=True)

@@ -1,5 +1,6 @@
 """The counter-based generator: the published vectors, independent oracles, frozen values, statistics."""
 
+import hashlib
 import math
 import os
 import subprocess
@@ -38,6 +39,21 @@ FROZEN_UNIFORM = {
     (2**32 + 5, 2**63 + 11): [0x3EC09181, 0x3F22ED09, 0x3F385D86, 0x3F3384D0, 0x3EFEDE1B],
     (-1, 2**64 - 1): [0x3E9A31B0, 0x3E86158D, 0x3F3D2FA2, 0x3D2FAE11, 0x3F0BCD84],
     (2**63 - 1, 20240229): [0x3F2E3BC0, 0x3EA04EE1, 0x3F2A66B1, 0x3EB4D7EE, 0x3E040B91],
+}
+# Word: the float64 quantile, to the last bit.
+FROZEN_QUANTILES = {
+    0: "-0x1.95a1198fcf3d4p+2",
+    12345: "-0x1.22445dd52d97ap+2",
+    322122546: "-0x1.708522723041ap+0",
+    322122547: "-0x1.7085226b1fc71p+0",
+    1500000000: "-0x1.8ca750609fe18p-2",
+    2**31: "0x1.40d931ff62707p-32",
+    3000000001: "0x1.0a465c7068c57p-1",
+}
+# SHA-256 of 2,048 rows of 128, little endian.
+FROZEN_TABLES = {
+    fill_normal: "996aff16319176ad909ccd662cdcbecedc19f62c084c483f57131b1310ece064",
+    fill_uniform: "5455e7f8c73d52873ad6d2355f3c098c0fb98f9340d06b6084510dd8f1b8a9a2",
 }
 
 
@@ -134,11 +150,18 @@ def test_quantile_is_odd_and_bounded(word):
 def test_values_are_those_of_every_release(fill, frozen):
     for (key, seed), patterns in frozen.items():
         assert generate(fill, [key], seed, 5).view(np.uint32)[0].tolist() == patterns
+    table = generate(fill, 1_000_003 * np.arange(2048), 5, 128)
+    assert hashlib.sha256(table.astype("<f4").tobytes()).hexdigest() == FROZEN_TABLES[fill]
+
+
+def test_quantiles_are_those_of_every_release():
+    for word, pattern in FROZEN_QUANTILES.items():
+        assert standard_normal(np.uint32(word)).hex() == pattern
 
 
 def test_the_compiler_fuses_and_reorders_nothing():
-    # Plain Python, with the compiler off, says what z is to the last bit of float64. A mean of -(std z) then leaves exactly
-    # zero, where float32 would hide a difference.
+    # Plain Python, with the compiler off, says what z is to the last bit of float64. A mean of -(std z) then
+    # leaves exactly zero, where float32 would hide a difference.
     program = """
 import sys
 import numpy as np

@@ -19,9 +19,10 @@ class StateBackend(Protocol):
     *Rows.* `rows` arguments are 1-D int64, strictly increasing and inside ``[0, len)``. Whoever holds a
     backend has checked that (see `dsa.coalesce`); a backend does not check again.
 
-    *Memory.* `read` returns a new array that the caller owns and may change. `write` copies what it needs
-    before it returns unless the implementation says that it takes ownership (a write-behind queue does); a
-    caller must not change the array after handing it over, whichever it is.
+    *Memory.* `read` returns an array that the caller owns and may change: a new one, or the `out` it was
+    given. `write` copies what it needs before it returns unless the implementation says that it takes
+    ownership (a write-behind queue does); a caller must not change the array after handing it over, whichever
+    it is.
 
     *Fresh records.* A record that was never written reads as zero bytes in every field.
 
@@ -45,8 +46,13 @@ class StateBackend(Protocol):
         """Return the number of rows N."""
         ...
 
-    def read(self, rows: Rows) -> Records:
-        """Return the records of `rows`, in their order, in memory that the caller owns."""
+    def read(self, rows: Rows, out: Records | None = None) -> Records:
+        """Return the records of `rows`, in their order, in memory that the caller owns.
+
+        Args:
+            rows: ``(B,)`` int64, strictly increasing.
+            out: ``(B,)`` of `schema.dtype`, C-contiguous, to be filled and returned; a new array when None.
+        """
         ...
 
     def write(self, rows: Rows, records: Records) -> None:

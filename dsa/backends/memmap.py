@@ -20,6 +20,8 @@ ones when the file is opened.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import errno
 import json
 import mmap
@@ -35,7 +37,7 @@ import numpy as np
 
 from dsa import system
 from dsa.errors import StateClosedError, StateCorruptError
-from dsa.kernels.layout import Words
+from dsa.kernels.layout import Words, as_words
 from dsa.kernels.rows import gather_words, scatter_words
 from dsa.kernels.threads import run_slices
 from dsa.schema import Records, Rows, Schema
@@ -48,6 +50,10 @@ Stride = int | Literal["packed", "page"] | None
 _MAGIC: Final = b"dsa-table-1\n"
 _BLOCK_BYTES: Final = 4 << 20
 _SECTOR: Final = 512
+_IDLE_HINTS: Final = 16
+"""While everything announced is in memory already, so many hints out of as many plus one are not passed
+on.
+"""
 
 
 @final
@@ -133,6 +139,8 @@ class MemmapBackend:
         self._width = self._dtype.itemsize // 4
         self._mapping, self._table = _map(file, path, self._rows, self._stride, writable)
         self._cold = True
+        self._hints_idle = False
+        self._hints_skipped = 0
 
     @classmethod
     def create(
@@ -156,6 +164,8 @@ class MemmapBackend:
         """
         if allocate not in ("reserve", "sparse"):
             raise ValueError(f"allocate={allocate!r} is not known: use 'reserve' or 'sparse'")
+        if rows < 1:
+            raise ValueError(f"rows={rows!r} is out of range: a table has at least one row")
         header: dict[str, Any] = {
             "kind": "memmap",
             "id": secrets.token_hex(8),
@@ -163,6 +173,7 @@ class MemmapBackend:
             "stride": choose_stride(schema.dtype.itemsize, stride),
             "schema": schema.to_json(),
         }
+        page = _header_page(header)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
         try:
             size = system.PAGE + rows * header["stride"]
@@ -170,7 +181,8 @@ class MemmapBackend:
                 system.reserve(file, size, str(path.parent))
             else:
                 os.ftruncate(file, size)
-            _write_header(file, header)
+            os.lseek(file, 0, os.SEEK_SET)
+            os.write(file, page)
             return cls(file, path, header, schema, writable=True)
         except BaseException:
             os.close(file)
@@ -194,7 +206,7 @@ class MemmapBackend:
             ) from error
         try:
             _check_file(file, path, description)
-            return cls(file, path, description, schema, writable)
+            return cls(file, path, copy.deepcopy(description), schema, writable)
         except BaseException:
             os.close(file)
             raise
@@ -207,51 +219,59 @@ class MemmapBackend:
     def __len__(self) -> int:
         return self._rows
 
-    def read(self, rows: Rows, threads: int = 1) -> Records:
-        """Return copies of the records of `rows`."""
+    def read(self, rows: Rows, out: Records | None = None) -> Records:
+        """Return copies of the records of `rows`, in `out` if that is given."""
         table = self._open_table()
-        records = np.empty(len(rows), self._dtype)
-        words = records.view(np.uint8).reshape(len(rows), -1).view(np.int32)
+        records = np.empty(len(rows), self._dtype) if out is None else out
         before = system.blocks_read()
         if self._cold:
-            self.hint(rows)
-        run_slices(
-            lambda start, stop: gather_words(table, rows[start:stop], words[start:stop]), len(rows), threads
-        )
+            self._announce(rows)
+        gather_words(table, rows, as_words(records)[0])
         self._cold = self._was_cold(before, len(rows))
         return records
 
-    def write(self, rows: Rows, records: Records, threads: int = 1) -> None:
-        """Replace the records of `rows`."""
+    def write(self, rows: Rows, records: Records) -> None:
+        """Replace the records of `rows`.
+
+        Raises:
+            OSError: the file was opened for reading only (EROFS).
+        """
         table = self._open_table()
-        words = records.view(np.uint8).reshape(len(rows), -1).view(np.int32)
-        run_slices(
-            lambda start, stop: scatter_words(table, rows[start:stop], words[start:stop]), len(rows), threads
-        )
+        if not table.flags.writeable:
+            raise OSError(
+                errno.EROFS, f"the table file {str(self._path)!r} was opened for reading: open it writable"
+            )
+        words = as_words(records)[0]
+        run_slices(lambda start, stop: scatter_words(table, rows[start:stop], words[start:stop]), len(rows))
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, a few megabytes each, reading one block ahead."""
+        self._open_table()
         block = max(1, _BLOCK_BYTES // self._stride)
         self._announce_range(start, min(stop, start + block))
         for first in range(start, stop, block):
             last = min(stop, first + block)
-            self._announce_range(last, min(stop, last + block))
             records = np.empty(last - first, self._dtype)
-            words = records.view(np.uint8).reshape(last - first, -1).view(np.int32)
-            words[:] = self._open_table()[first:last, : self._width]
+            as_words(records)[0][:] = self._open_table()[first:last, : self._width]
+            self._announce_range(last, min(stop, last + block))
             yield first, records
 
     def hint(self, rows: Rows) -> None:
-        """Announce the pages of `rows` to the system."""
-        starts = system.PAGE + np.unique(rows * self._stride // system.PAGE) * system.PAGE
-        system.announce_pages(self._file, starts.tolist(), _reach(self._dtype.itemsize, self._stride))
+        """Announce the pages of `rows` to the system, unless announcing has lately been for nothing."""
+        self._open_table()
+        self._hints_skipped += 1
+        if self._hints_idle and not self._cold and self._hints_skipped < _IDLE_HINTS:
+            return
+        self._hints_skipped = 0
+        before = system.blocks_read()
+        self._announce(rows)
+        self._hints_idle = 0 <= before == system.blocks_read()
 
     def flush(self) -> None:
         """Write every changed page to the device and wait for it."""
         self._open_table()
         if self._mapping is not None:
-            self._mapping.flush()
-        system.sync_file(self._file)
+            system.sync_mapping(self._mapping, self._file)
 
     def close(self) -> None:
         """Flush, unmap and close; closing twice is silent."""
@@ -264,14 +284,16 @@ class MemmapBackend:
 
     def describe(self) -> dict[str, Any]:
         """Return the header: kind, id, rows, stride and schema."""
-        return dict(self._header)
+        return copy.deepcopy(self._header)
 
     def _release(self) -> None:
         mapping, self._mapping = self._mapping, None
         self._table = np.empty((0, 0), np.int32)
         if mapping is not None:
-            mapping.close()
             os.close(self._file)
+            # An exception that is still being handled may hold a view; the mapping goes when that goes.
+            with contextlib.suppress(BufferError):
+                mapping.close()
 
     def _open_table(self) -> Words:
         if self._mapping is None:
@@ -279,6 +301,10 @@ class MemmapBackend:
                 f"the table file {str(self._path)!r} was closed: open the state directory again"
             )
         return self._table
+
+    def _announce(self, rows: Rows) -> None:
+        starts = system.PAGE + np.unique(rows * self._stride // system.PAGE) * system.PAGE
+        system.announce_pages(self._file, starts.tolist(), _reach(self._dtype.itemsize, self._stride))
 
     def _announce_range(self, start: int, stop: int) -> None:
         if stop > start:
@@ -316,29 +342,33 @@ def _map(file: int, path: Path, rows: int, stride: int, writable: bool) -> tuple
     return mapping, np.frombuffer(mapping, np.int32, offset=system.PAGE).reshape(rows, stride // 4)
 
 
-def _write_header(file: int, header: dict[str, Any]) -> None:
+def _header_page(header: dict[str, Any]) -> bytes:
     text = json.dumps(header, sort_keys=True).encode()
     page = _MAGIC + f"{zlib.crc32(text):08x}\n".encode() + text + b"\n"
-    os.lseek(file, 0, os.SEEK_SET)
-    os.write(file, page.ljust(system.PAGE, b"\0"))
+    if len(page) > system.PAGE:
+        raise ValueError(
+            f"the header takes {len(page)} of {system.PAGE} bytes: use fewer fields or shorter names"
+        )
+    return page.ljust(system.PAGE, b"\0")
 
 
 def _check_file(file: int, path: Path, description: dict[str, Any]) -> None:
+    os.lseek(file, 0, os.SEEK_SET)
+    page = os.read(file, system.PAGE)
+    if page != _header_page(description):
+        what = "another table's" if page.startswith(_MAGIC) else "not one of dsa's"
+        raise StateCorruptError(
+            f"the header of the table file {str(path)!r} is damaged or {what}: restore the file from a copy, "
+            "or "
+            "start over"
+        )
+    # The description is what `create` wrote, so that its values need no further check.
     expected = system.PAGE + description["rows"] * description["stride"]
     size = os.fstat(file).st_size
     if size != expected:
         what = "truncated" if size < expected else "longer than it was made"
         raise StateCorruptError(
             f"the table file {str(path)!r} is {what}: {size:,} bytes instead of {expected:,}; restore it "
-            "from a copy, or start over"
-        )
-    os.lseek(file, 0, os.SEEK_SET)
-    page = os.read(file, system.PAGE)
-    text = json.dumps(description, sort_keys=True).encode()
-    wanted = (_MAGIC + f"{zlib.crc32(text):08x}\n".encode() + text + b"\n").ljust(system.PAGE, b"\0")
-    if page != wanted:
-        what = "another table's" if page.startswith(_MAGIC) else "not one of dsa's"
-        raise StateCorruptError(
-            f"the header of the table file {str(path)!r} is damaged or {what}: restore the file from a copy, "
-            "or start over"
+            "from a "
+            "copy, or start over"
         )

@@ -44,9 +44,12 @@ class MemoryBackend:
     def __len__(self) -> int:
         return len(self._records)
 
-    def read(self, rows: Rows) -> Records:
-        """Return copies of the records of `rows`."""
-        return self._records[rows]
+    def read(self, rows: Rows, out: Records | None = None) -> Records:
+        """Return copies of the records of `rows`, in `out` if that is given."""
+        if out is None:
+            return self._records[rows]
+        out[:] = self._records[rows]
+        return out
 
     def write(self, rows: Rows, records: Records) -> None:
         """Replace the records of `rows`."""

@@ -19,8 +19,7 @@ from dsa.conventions import AdamOptions
 from dsa.kernels.checks import count_update, is_finite, is_updatable
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
-from dsa.kernels.report import StepReport, merge_reports
-from dsa.kernels.threads import run_slices
+from dsa.kernels.report import StepReport
 from dsa.schema import Records, Rows
 
 __all__ = ["adam_step"]
@@ -33,7 +32,6 @@ def adam_step(
     *,
     stamp: int,
     step: int | None = None,
-    threads: int = 1,
 ) -> StepReport:
     """Update `records` in place by one step of Adam in flat space.
 
@@ -46,7 +44,6 @@ def adam_step(
         stamp: What the records' ``s`` becomes.
         step: The table's step count, 1 at the first step; used when the options ask for bias correction per
             parameter.
-        threads: Upper bound on the threads; the result does not depend on it.
 
     Returns:
         The report; when ``report.bad >= 0`` the contents of `records` must be thrown away.
@@ -55,12 +52,7 @@ def adam_step(
     layout = word_layout(records.dtype)
     constants = step_constants(options, stamp, step)
     kernel = _row_wise_rows if options.second_moment == "row" else _element_wise_rows
-    positions = np.arange(len(records))
-
-    def run(start: int, stop: int) -> StepReport:
-        return StepReport(int(kernel(words, floats, grad, positions[start:stop], layout, constants)))
-
-    return merge_reports(run_slices(run, len(records), threads))
+    return StepReport(int(kernel(words, floats, grad, np.arange(len(records)), layout, constants)))
 
 
 # The rows to update come as positions although they are consecutive: with an affine row index LLVM hoists its

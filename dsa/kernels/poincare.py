@@ -28,8 +28,7 @@ from dsa.kernels.checks import count_update, is_finite, is_updatable
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.geodesic import BALL_EPS, Geodesic, gap_of, geodesic, transport_coefficients
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
-from dsa.kernels.report import StepReport, merge_reports
-from dsa.kernels.threads import run_slices
+from dsa.kernels.report import StepReport
 from dsa.schema import Records, Rows
 
 __all__ = ["BALL_EPS", "exp_transport", "riemannian_adam_step", "transport_diagonal"]
@@ -45,7 +44,6 @@ def riemannian_adam_step(
     k: float,
     stamp: int,
     step: int | None = None,
-    threads: int = 1,
 ) -> StepReport:
     """Update `records` in place by one step of Riemannian Adam on the ball of curvature -k.
 
@@ -58,7 +56,6 @@ def riemannian_adam_step(
         stamp: What the records' ``s`` becomes.
         step: The table's step count, 1 at the first step; used when the options ask for bias correction per
             parameter.
-        threads: Upper bound on the threads; the result does not depend on it.
 
     Returns:
         The report; when ``report.bad >= 0`` the contents of `records` must be thrown away.
@@ -67,16 +64,11 @@ def riemannian_adam_step(
     layout = word_layout(records.dtype)
     constants = step_constants(options, stamp, step)
     limit = math.inf if options.max_step is None else float(options.max_step)
-    positions = np.arange(len(records))
+    common = (words, floats, grad, np.arange(len(records)), layout, constants, float(k), limit)
+    if options.second_moment == "row":
+        return StepReport(*_row_wise_rows(*common))
     frame, tensor = options.second_moment == "frame", options.v_transport == "tensor"
-
-    def run(start: int, stop: int) -> StepReport:
-        common = (words, floats, grad, positions[start:stop], layout, constants, float(k), limit)
-        if options.second_moment == "row":
-            return StepReport(*_row_wise_rows(*common))
-        return StepReport(*_element_wise_rows(*common, frame, tensor))
-
-    return merge_reports(run_slices(run, len(records), threads))
+    return StepReport(*_element_wise_rows(*common, frame, tensor))
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -120,15 +112,16 @@ def _element_wise_rows(
     limit: float,
     frame: bool,
     tensor: bool,
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, float]:
     rate1, rate2 = constants.rate1, constants.rate2
     sign, l2, decay = constants.sign, constants.l2, constants.decay
     dim = layout.dim
     w, u, m, v = np.empty(dim), np.empty(dim), np.empty(dim), np.empty(dim)
     clamped = far = 0
+    longest = 0.0
     for i in positions:
         if not is_updatable(words, i, layout):
-            return int(i), clamped, far
+            return int(i), clamped, far, longest
         stored_w = floats[i, layout.w : layout.w + dim]
         stored_m = floats[i, layout.m : layout.m + dim]
         stored_v = floats[i, layout.v : layout.v + dim]
@@ -158,10 +151,11 @@ def _element_wise_rows(
             stored_w[j] = step.along_w * w[j] + step.along_u * u[j]
         clamped += step.clamped
         far += step.clamped and step.length > 1.0
+        longest = max(longest, step.length)
         count_update(words, i, layout, constants.stamp)
         if not is_finite(words, i, layout):
-            return int(i), clamped, far
-    return -1, clamped, far
+            return int(i), clamped, far, longest
+    return -1, clamped, far, longest
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -211,16 +205,17 @@ def _row_wise_rows(
     constants: StepConstants,
     k: float,
     limit: float,
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, float]:
     # The direction is u = -(phi m + decay w), a combination of two vectors that are at hand, so that it never
     # has to exist.
     rate1, sign, l2, decay = constants.rate1, constants.sign, constants.l2, constants.decay
     dim = layout.dim
     w, m = np.empty(dim), np.empty(dim)
     clamped = far = 0
+    longest = 0.0
     for i in positions:
         if not is_updatable(words, i, layout):
-            return int(i), clamped, far
+            return int(i), clamped, far, longest
         stored_w = floats[i, layout.w : layout.w + dim]
         stored_m = floats[i, layout.m : layout.m + dim]
         g = grad[i]
@@ -249,10 +244,11 @@ def _row_wise_rows(
             stored_w[j] = w_w * w[j] + w_m * m[j]
         clamped += step.clamped
         far += step.clamped and step.length > 1.0
+        longest = max(longest, step.length)
         count_update(words, i, layout, constants.stamp)
         if not is_finite(words, i, layout):
-            return int(i), clamped, far
-    return -1, clamped, far
+            return int(i), clamped, far, longest
+    return -1, clamped, far, longest
 
 
 def exp_transport(

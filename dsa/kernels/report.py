@@ -16,17 +16,29 @@ class StepReport(NamedTuple):
             implausible, or the new one is not finite.
         clamped: Rows that ended on the clamp at the edge of the ball.
         far: Of these, rows taken there by a step longer than one hyperbolic unit.
+        longest: The longest step in hyperbolic units; 0 in flat space, where it is not measured.
     """
 
     bad: int
     clamped: int = 0
     far: int = 0
+    longest: float = 0.0
 
 
-def merge_reports(reports: Iterable[StepReport]) -> StepReport:
-    """Combine the reports of consecutive slices of one batch."""
+def merge_reports(reports: Iterable[tuple[int, StepReport]]) -> StepReport:
+    """Combine the reports of consecutive slices of one batch, each given with the position where it starts.
+
+    Example:
+        >>> merge_reports([(0, StepReport(-1, clamped=2)), (512, StepReport(3, clamped=1))])
+        StepReport(bad=515, clamped=3, far=0, longest=0.0)
+    """
     merged = StepReport(-1)
-    for report in reports:
-        bad = merged.bad if merged.bad >= 0 else report.bad
-        merged = StepReport(bad, merged.clamped + report.clamped, merged.far + report.far)
+    for start, report in reports:
+        bad = start + report.bad if merged.bad < 0 <= report.bad else merged.bad
+        merged = StepReport(
+            bad,
+            merged.clamped + report.clamped,
+            merged.far + report.far,
+            max(merged.longest, report.longest),
+        )
     return merged

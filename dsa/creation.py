@@ -1,0 +1,172 @@
+"""Making the files of a new state directory."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, final
+
+from dsa import system
+from dsa.backends.base import StateBackend
+from dsa.backends.memmap import Allocate, MemmapBackend, Stride, file_bytes
+from dsa.errors import DiskSpaceError
+from dsa.init import FromArray, Initializer
+from dsa.journal import Journal
+from dsa.metadata import METADATA_NAME, Metadata, table_file_name, write_metadata
+from dsa.schema import Schema
+from dsa.state import StateDirectory
+from dsa.table import Table
+from dsa.weights import write_initial_weights
+from dsa.writer import WriteBehind
+
+__all__ = [
+    "JOURNAL_NAME",
+    "Durability",
+    "Queue",
+    "Storage",
+    "TableSpec",
+    "create_state",
+    "require_space",
+    "start",
+]
+
+Durability = Literal["process", "power", "none"]
+
+JOURNAL_NAME: Final = "dsa.journal"
+# Entries that are let go after each step use the same memory again and again: it stays in the cache if it is
+# small.
+_HOT_BYTES: Final = 1 << 20
+_RETAINING_BYTES: Final = 64 << 20
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """A table as the caller asks for it.
+
+    Args:
+        name: Any non-empty string.
+        schema: Layout of a record.
+        source: The rule or the array that gives the first weights.
+        k: Curvature magnitude.
+        second_moment: The meaning of ``v``.
+        init_max_norm_fraction: See `dsa.table.Table`.
+    """
+
+    name: str
+    schema: Schema
+    source: Initializer | FromArray
+    k: float
+    second_moment: str
+    init_max_norm_fraction: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Write-behind, see `dsa.writer.WriteBehind`.
+
+    Args:
+        max_size: Batches that may wait.
+        put_timeout: Seconds to wait for room.
+    """
+
+    max_size: int = 150
+    put_timeout: float = 5.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a state is stored.
+
+    Args:
+        allocate: ``"reserve"`` or ``"sparse"``, see `MemmapBackend.create`.
+        stride: None for the rule, ``"packed"``, ``"page"``, or bytes.
+        queue: How writes are queued for a thread; None writes them in the step.
+        durability: ``"process"``: a step that has returned survives the process. ``"power"``: it survives a
+            loss of power. ``"none"``: no journal; a killed process may leave a torn step behind.
+    """
+
+    allocate: Allocate = "reserve"
+    stride: Stride = None
+    durability: Durability = "process"
+    queue: Queue | None = None
+
+
+def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage, freed: int = 0) -> None:
+    """Raise `DiskSpaceError` when tables with reserved space don't fit, counting `freed` bytes as free."""
+    if storage.allocate != "reserve":
+        return
+    needed = sum(file_bytes(spec.source.rows, spec.schema, storage.stride) for spec in specs)
+    available = system.available_bytes(path) + freed
+    if needed > available:
+        raise DiskSpaceError(needed, available, str(path))
+
+
+def create_state(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage) -> StateDirectory:
+    """Make the files of every table and open them; nothing is left behind when that fails.
+
+    Raises:
+        DiskSpaceError: there is not enough room.
+        ValueError: an array of first weights holds a value that is not finite.
+    """
+    require_space(path, specs, storage)
+    made: list[Path] = [path / METADATA_NAME, path / JOURNAL_NAME]
+    tables: list[Table] = []
+    try:
+        if not (path / METADATA_NAME).exists():
+            write_metadata(path, Metadata("creating", "", note="making a new state"))
+        for spec in specs:
+            made.append(path / table_file_name(spec.name))
+            tables.append(_new_table(spec, made[-1], storage))
+            write_initial_weights(tables[-1], spec.source)
+            if storage.durability == "power":
+                tables[-1].backend.flush()
+        return start(path, lock, Metadata("open", secrets.token_hex(8)), tables, storage)
+    except BaseException:
+        _discard(tables, made)
+        raise
+
+
+def _new_table(spec: TableSpec, file: Path, storage: Storage) -> Table:
+    backend: StateBackend = MemmapBackend.create(
+        file, spec.source.rows, spec.schema, stride=storage.stride, allocate=storage.allocate
+    )
+    lazy = None if isinstance(spec.source, FromArray) else spec.source
+    return Table(spec.name, backend, lazy, spec.second_moment, spec.init_max_norm_fraction, spec.k)
+
+
+def _discard(tables: Sequence[Table], files: Sequence[Path]) -> None:
+    """Remove what an unfinished creation has made, whatever state it is in."""
+    steps: list[Callable[[], object]] = [table.backend.close for table in tables]
+    steps += [file.unlink for file in reversed(files)]
+    for step in steps:
+        with contextlib.suppress(OSError):
+            step()
+
+
+def start(
+    path: Path, lock: int, metadata: Metadata, tables: Sequence[Table], storage: Storage
+) -> StateDirectory:
+    """Begin to work with tables that are ready: an empty journal, write queues, the mark of an open state."""
+    journal = None
+    if storage.durability == "none":
+        (path / JOURNAL_NAME).unlink(missing_ok=True)
+    else:
+        durable = storage.durability == "power"
+        capacity = _RETAINING_BYTES if durable or storage.queue is not None else _HOT_BYTES
+        journal = Journal.create(path / JOURNAL_NAME, metadata.identity, capacity, durable)
+    if storage.queue is not None:
+        for table in tables:
+            table.writer = WriteBehind(
+                table.backend, max_queue_size=storage.queue.max_size, put_timeout=storage.queue.put_timeout
+            )
+            table.backend = table.writer
+    metadata.durability, metadata.boot = storage.durability, system.boot_identity()
+    state = StateDirectory(path, lock, metadata, tables, journal)
+    state.mark_change(metadata.change)
+    return state

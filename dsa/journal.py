@@ -1,0 +1,295 @@
+"""The redo journal: what makes a step happen as a whole, whenever the process dies.
+
+Before a step touches a table, the new records of all its rows are in the journal, followed by a commit
+record. On the next open, committed entries are applied again (they hold values, not differences, so applying
+one twice does no harm) and an uncommitted one is ignored.
+
+The records are computed where they lie: `begin` hands out views of the journal's mapped memory, the kernel
+updates them there, and the tables are written from there. The journal then costs one pass over hot memory for
+the checksum.
+
+The file is a ring of entries behind a header page. An entry::
+
+    begin     magic, sequence number, length, sizes of note and parts, checksum of these
+    parts     per part: table, record size, count; then its rows (int64) and its records
+    note      bytes of the caller's
+    commit    magic, sequence number, checksum of rows, records and note
+
+Entries stay until they are released, and the last one always stays. The header page holds two slots, written
+in turn, that name the oldest entry kept and the last one known to be committed: damage to any of those is an
+error, while an invalid entry after them is one that was never committed.
+
+Two policies. Not durable: nothing is synced; what a killed process wrote is in the page cache, and that is
+enough. Durable: an entry is synced before `commit` returns, and only then becomes "known to be committed", so
+that a loss of power in the middle of the sync is no damage.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, final
+
+import numpy as np
+
+from dsa import system
+from dsa.errors import StateCorruptError
+from dsa.journal_format import (
+    Entry,
+    Part,
+    Slot,
+    decode_entry,
+    encode_entry,
+    layout_of,
+    read_slot,
+    round_up,
+    view,
+    write_slot,
+)
+from dsa.schema import Records, Rows
+
+__all__ = ["Journal"]
+
+_MAGIC: Final = b"dsa-journal-1\n"
+_IDENTITY_AT: Final = 64
+_SLOTS_AT: Final = (512, 1024)
+_BODY: Final = system.PAGE
+
+
+class _Draft(NamedTuple):
+    start: int
+    length: int
+    note: bytes
+    parts: list[Part]
+
+
+@final
+class Journal:
+    """A journal file, mapped. One thread at a time.
+
+    Args:
+        path: The file.
+        durable: Whether `commit` waits for the device.
+
+    Make one with `create` or `open`.
+    """
+
+    def __init__(self, path: Path, file: int, size: int, durable: bool) -> None:
+        self._path = path
+        self._file = file
+        self._durable = durable
+        self._mapping = mmap.mmap(file, size)
+        self._slot = Slot(0, 1, 0, 0)
+        self._last_start = self._tail = 0
+        self._draft: _Draft | None = None
+        self.bytes_written = 0
+
+    @classmethod
+    def create(cls, path: Path, identity: str, capacity: int, durable: bool) -> Journal:
+        """Make an empty journal in place of any file there.
+
+        Args:
+            path: The file.
+            identity: The state that it belongs to.
+            capacity: Bytes of the ring to reserve; it grows when a step needs more.
+            durable: Whether `commit` waits for the device.
+
+        Raises:
+            DiskSpaceError: there is not enough room.
+        """
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
+        try:
+            size = _BODY + round_up(capacity)
+            system.reserve(file, size, str(path.parent))
+            journal = cls(path, file, size, durable)
+        except BaseException:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        journal._mapping[: len(_MAGIC)] = _MAGIC
+        journal._mapping[_IDENTITY_AT : _IDENTITY_AT + len(identity)] = identity.encode()
+        journal._put_slot(journal._slot)
+        if durable:
+            journal._sync()
+            system.sync_directory(path.parent)
+        return journal
+
+    @classmethod
+    def open(cls, path: Path, identity: str, durable: bool) -> Journal:
+        """Open a journal that a process has left behind.
+
+        Raises:
+            StateCorruptError: the file is missing, damaged, or another state's.
+        """
+        try:
+            file = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+        except FileNotFoundError as error:
+            raise _corrupt(path, "is missing") from error
+        try:
+            size = os.fstat(file).st_size
+            if size <= _BODY:
+                raise _corrupt(path, f"has {size} bytes, which no journal has")
+            journal = cls(path, file, size, durable)
+            journal._read_header(identity)
+        except BaseException:
+            os.close(file)
+            raise
+        return journal
+
+    @property
+    def durable(self) -> bool:
+        """Whether `commit` waits for the device."""
+        return self._durable
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the ring."""
+        return len(self._mapping) - _BODY
+
+    def begin(
+        self, note: bytes, parts: Sequence[tuple[int, Rows, np.dtype[np.void]]]
+    ) -> list[Records] | None:
+        """Start an entry and return the memory of its records, to be filled before `commit`.
+
+        An entry begun and not committed is forgotten by the next `begin`.
+
+        Args:
+            note: Bytes stored with the entry.
+            parts: Per part the table's position, the rows, and the dtype of a record.
+
+        Returns:
+            One array per part, or None when there is no room until older entries are released.
+
+        Raises:
+            DiskSpaceError: the journal has to grow and the disk is full.
+        """
+        layout = layout_of(len(note), [(len(rows), dtype.itemsize) for _, rows, dtype in parts])
+        start = self._find_room(layout.length)
+        if start is None:
+            if self._slot.head_sequence < self._slot.last:
+                return None
+            start = self._tail
+            self._grow(start + layout.length)
+        base = _BODY + start
+        placed: list[Part] = []
+        for (index, rows, dtype), (rows_at, records_at) in zip(parts, layout.parts, strict=True):
+            stored = view(self._mapping, base + rows_at, np.int64, len(rows))
+            stored[:] = rows
+            placed.append(Part(index, stored, view(self._mapping, base + records_at, dtype, len(rows))))
+        self._draft = _Draft(start, layout.length, note, placed)
+        return [part.records for part in placed]
+
+    def commit(self) -> None:
+        """Make the entry begun last count: from here on the death of the process can't undo it.
+
+        Raises:
+            OSError: the device refused to sync (durable policy). Calling again tries again; should the power
+                fail before that, the entry may or may not count.
+        """
+        draft = self._draft
+        if draft is None:
+            return
+        sequence = self._slot.last + 1
+        encode_entry(self._mapping, _BODY + draft.start, sequence, draft.note, draft.parts)
+        if self._durable:
+            self._sync()
+        self._last_start, self._tail = draft.start, draft.start + draft.length
+        head = draft.start if self._slot.head_sequence == sequence else self._slot.head
+        self._draft = None
+        self.bytes_written += draft.length
+        self._put_slot(self._slot._replace(head=head, last=sequence))
+
+    def release(self) -> None:
+        """Let go of every entry but the last.
+
+        The tables must hold what those entries say, durably if that is the policy.
+
+        Raises:
+            OSError: the device refused to sync (durable policy); nothing is released.
+        """
+        before = self._slot
+        if before.head_sequence >= before.last:
+            return
+        self._put_slot(before._replace(head_sequence=before.last, head=self._last_start))
+        if self._durable:
+            try:
+                self._sync()
+            except OSError:
+                self._put_slot(before)
+                raise
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the committed entries in order, from the oldest kept.
+
+        Raises:
+            StateCorruptError: an entry known to be committed can't be read.
+        """
+        known, sequence, place = self._slot.last, self._slot.head_sequence, self._slot.head
+        while True:
+            entry, start = self._entry_at(place, sequence)
+            if entry is None:
+                if sequence <= known:
+                    raise _corrupt(self._path, f"is damaged in entry {sequence} of {known}")
+                return
+            place = entry.end - _BODY
+            self._last_start, self._tail = start, place
+            self._slot = self._slot._replace(last=max(known, sequence))
+            yield entry
+            sequence += 1
+
+    def close(self, remove: bool) -> None:
+        """Release the file, and delete it when it is no longer needed."""
+        self._draft = None
+        os.close(self._file)
+        if remove:
+            self._path.unlink(missing_ok=True)
+
+    def _entry_at(self, place: int, sequence: int) -> tuple[Entry | None, int]:
+        # An entry follows the one before it, or starts the ring again.
+        for start in (place, 0):
+            entry = decode_entry(self._mapping, _BODY + start, sequence)
+            if entry is not None:
+                return entry, start
+        return None, 0
+
+    def _find_room(self, length: int) -> int | None:
+        if self._slot.last < self._slot.head_sequence:
+            return 0 if length <= self.capacity else None
+        if self._tail > self._slot.head:
+            if length <= self.capacity - self._tail:
+                return self._tail
+            return 0 if length <= self._slot.head else None
+        return self._tail if length <= self._slot.head - self._tail else None
+
+    def _grow(self, capacity: int) -> None:
+        # Half as much again, so that batches of slightly different sizes don't each cost a reservation.
+        size = _BODY + round_up(capacity + capacity // 2)
+        system.reserve(self._file, size, str(self._path.parent))
+        self._mapping = mmap.mmap(self._file, size)
+
+    def _put_slot(self, slot: Slot) -> None:
+        self._slot = slot._replace(number=self._slot.number + 1)
+        write_slot(self._mapping, _SLOTS_AT[self._slot.number % 2], self._slot)
+
+    def _read_header(self, identity: str) -> None:
+        if self._mapping[: len(_MAGIC)] != _MAGIC:
+            raise _corrupt(self._path, "was not written by dsa")
+        if self._mapping[_IDENTITY_AT : _IDENTITY_AT + len(identity)] != identity.encode():
+            raise _corrupt(self._path, "belongs to another state")
+        slots = [slot for slot in (read_slot(self._mapping, at) for at in _SLOTS_AT) if slot is not None]
+        if not slots:
+            raise _corrupt(self._path, "has a damaged header")
+        self._slot = max(slots)
+
+    def _sync(self) -> None:
+        system.sync_mapping(self._mapping, self._file)
+
+
+def _corrupt(path: Path, what: str) -> StateCorruptError:
+    return StateCorruptError(
+        f"the journal {str(path)!r} {what}, so that the last steps can't be told whole: restore the "
+        "directory from a "
+        "copy, or pass resume=False to start over"
+    )

@@ -1,0 +1,185 @@
+"""The bytes of a journal, encoded into and decoded from memory; see `dsa.journal`."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.kernels.hashing import hash_words
+from dsa.schema import Records, Rows
+
+__all__ = [
+    "Entry",
+    "Layout",
+    "Part",
+    "Slot",
+    "decode_entry",
+    "encode_entry",
+    "layout_of",
+    "read_slot",
+    "round_up",
+    "view",
+    "write_slot",
+]
+
+_BEGIN: Final = struct.Struct("<8sQQIII")
+_PART: Final = struct.Struct("<IIQ")
+_COMMIT: Final = struct.Struct("<8sQQI")
+_SLOT: Final = struct.Struct("<QQQQI")
+_BEGIN_MAGIC: Final = b"dsabegin"
+_COMMIT_MAGIC: Final = b"dsacommt"
+_ALIGN: Final = 64
+_NO_CHECKSUM: Final = bytes(4)
+
+
+class Part(NamedTuple):
+    """Rows of one table in an entry.
+
+    Args:
+        table: The table's position in the state.
+        rows: ``(B,)`` int64, strictly increasing.
+        records: ``(B,)`` records, or on reading ``(B, size)`` bytes: the schema is the table's to know.
+    """
+
+    table: int
+    rows: Rows
+    records: NDArray[Any]
+
+
+class Entry(NamedTuple):
+    """One committed entry as recovery reads it, and the bytes of memory it ends before."""
+
+    sequence: int
+    note: bytes
+    parts: list[Part]
+    end: int
+
+
+class Layout(NamedTuple):
+    """Where the pieces of an entry lie, relative to its start."""
+
+    parts: list[tuple[int, int]]
+    note: int
+    length: int
+
+
+class Slot(NamedTuple):
+    """What the header page knows.
+
+    Args:
+        number: Counts the writes; the larger of two valid slots holds.
+        head_sequence: The oldest entry kept.
+        head: Where it starts in the ring.
+        last: The last entry known to be committed.
+    """
+
+    number: int
+    head_sequence: int
+    head: int
+    last: int
+
+
+def round_up(size: int) -> int:
+    """Return the multiple of the alignment that holds `size` bytes."""
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def view(memory: mmap.mmap, at: int, dtype: Any, count: int) -> NDArray[Any]:  # noqa: ANN401 - numpy's dtype-like
+    """Return an array over mapped memory."""
+    return np.frombuffer(memory, dtype, count, at)
+
+
+def layout_of(note_bytes: int, parts: Sequence[tuple[int, int]]) -> Layout:
+    """Return where an entry's pieces lie.
+
+    Args:
+        note_bytes: Size of the note.
+        parts: Per part the number of rows and the size of a record.
+    """
+    at = round_up(_BEGIN.size + _PART.size * len(parts))
+    places = []
+    for rows, record_bytes in parts:
+        records_at = at + round_up(8 * rows)
+        places.append((at, records_at))
+        at = records_at + round_up(rows * record_bytes)
+    return Layout(places, at, at + round_up(note_bytes) + _ALIGN)
+
+
+def encode_entry(memory: mmap.mmap, base: int, sequence: int, note: bytes, parts: Sequence[Part]) -> None:
+    """Complete an entry whose rows and records are in place; its commit record is written last."""
+    layout = layout_of(len(note), [(len(part.rows), part.records.dtype.itemsize) for part in parts])
+    memory[base + layout.note : base + layout.note + len(note)] = note
+    head = b"".join(_PART.pack(part.table, part.records.dtype.itemsize, len(part.rows)) for part in parts)
+    begin = (_BEGIN_MAGIC, sequence, layout.length, len(note), len(parts))
+    checksum = zlib.crc32(_BEGIN.pack(*begin, 0) + head)
+    memory[base : base + _BEGIN.size + len(head)] = _BEGIN.pack(*begin, checksum) + head
+    end = base + layout.length - _ALIGN
+    memory[end : end + _COMMIT.size] = _commit_record(sequence, note, parts)
+
+
+def decode_entry(memory: mmap.mmap, base: int, sequence: int) -> Entry | None:
+    """Return the entry of a number at a place, or None when no committed one is there.
+
+    Any bytes are safe to read.
+    """
+    if base + _BEGIN.size > len(memory):
+        return None
+    magic, number, length, note_bytes, count, checksum = _BEGIN.unpack_from(memory, base)
+    head_bytes = _BEGIN.size + _PART.size * count
+    if magic != _BEGIN_MAGIC or number != sequence or not head_bytes <= length <= len(memory) - base:
+        return None
+    begin = memory[base : base + head_bytes]
+    if zlib.crc32(begin[: _BEGIN.size - 4] + _NO_CHECKSUM + begin[_BEGIN.size :]) != checksum:
+        return None
+    described = list(_PART.iter_unpack(begin[_BEGIN.size :]))
+    layout = layout_of(note_bytes, [(rows, size) for _, size, rows in described])
+    if layout.length != length:
+        return None
+    parts = [
+        Part(table, view(memory, base + at, np.int64, rows), _raw(memory, base + records_at, rows, size))
+        for (table, size, rows), (at, records_at) in zip(described, layout.parts, strict=True)
+    ]
+    note = bytes(memory[base + layout.note : base + layout.note + note_bytes])
+    end = base + length - _ALIGN
+    if memory[end : end + _COMMIT.size] != _commit_record(sequence, note, parts):
+        return None
+    return Entry(sequence, note, parts, base + length)
+
+
+def write_slot(memory: mmap.mmap, at: int, slot: Slot) -> None:
+    """Write a header slot with its checksum."""
+    data = _SLOT.pack(*slot, 0)
+    memory[at : at + _SLOT.size] = data[:-4] + struct.pack("<I", zlib.crc32(data))
+
+
+def read_slot(memory: mmap.mmap, at: int) -> Slot | None:
+    """Return a header slot, or None when it is not whole."""
+    data = memory[at : at + _SLOT.size]
+    *fields, checksum = _SLOT.unpack(data)
+    slot = Slot(*fields)
+    return slot if slot.number > 0 and zlib.crc32(data[:-4] + _NO_CHECKSUM) == checksum else None
+
+
+def _commit_record(sequence: int, note: bytes, parts: Sequence[Part]) -> bytes:
+    state = zlib.crc32(note)
+    for part in parts:
+        state = hash_words(_words(part.rows), state)
+        state = hash_words(_words(part.records), state)
+    data = _COMMIT.pack(_COMMIT_MAGIC, sequence, state, 0)
+    return data[:-4] + struct.pack("<I", zlib.crc32(data))
+
+
+def _raw(memory: mmap.mmap, at: int, rows: int, size: int) -> NDArray[np.uint8]:
+    return view(memory, at, np.uint8, rows * size).reshape(rows, size)
+
+
+def _words(array: Rows | Records | NDArray[Any]) -> NDArray[np.int32]:
+    rows = len(array)
+    width = array.nbytes // rows if rows else 4
+    return array.view(np.uint8).reshape(rows, width).view(np.int32)

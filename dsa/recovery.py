@@ -1,0 +1,165 @@
+"""Opening the files of an existing state: matching what is asked for, and recovery from the journal."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dsa import system
+from dsa.backends.memmap import MemmapBackend
+from dsa.creation import JOURNAL_NAME, Storage, TableSpec, start
+from dsa.errors import StateCorruptError, StateMismatchError, StateWarning
+from dsa.init import from_json
+from dsa.journal import Journal
+from dsa.manifolds import curvature_from_json
+from dsa.metadata import METADATA_NAME, Metadata, table_file_name, write_metadata
+from dsa.progress import Progress
+from dsa.schema import Schema
+from dsa.state import StateDirectory, apply_entry
+from dsa.table import Table
+
+__all__ = ["continue_state"]
+
+
+def continue_state(
+    path: Path,
+    lock: int,
+    specs: Sequence[TableSpec],
+    stored: Metadata,
+    storage: Storage,
+    last_step: int | None,
+) -> StateDirectory:
+    """Open the tables of a stored state, recovered to the last committed step.
+
+    Raises:
+        StateMismatchError: the stored tables differ from `specs`.
+        StateCorruptError: a file is damaged, truncated, extended, missing or foreign.
+    """
+    by_name = _match_names(path, specs, stored)
+    with contextlib.ExitStack() as opened:
+        tables: list[Table] = []
+        for name in by_name:
+            spec = next(spec for spec in specs if spec.name == name)
+            tables.append(_open_table(path, spec, by_name[name]))
+            opened.callback(tables[-1].backend.close)
+        if stored.status == "open":
+            _recover(path, stored, tables, last_step)
+        for table, spec in ((table, spec) for table in tables for spec in specs if spec.name == table.name):
+            _warn_of_curvature(table, spec)
+        state = start(path, lock, stored, tables, storage)
+        opened.pop_all()
+    return state
+
+
+def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: int | None) -> None:
+    """Bring tables and metadata of a directory that was not closed to its last committed step, durably."""
+    if stored.durability == "none":
+        warnings.warn(
+            f"the state in {str(path)!r} was not closed and has no journal (durability='none'): the rows of "
+            "its last "
+            "steps may be partly new, and the count of steps is that of the last flush, "
+            f"{stored.global_step}",
+            StateWarning,
+            stacklevel=6,
+        )
+        return
+    if stored.durability == "process" and stored.boot != system.boot_identity():
+        warnings.warn(
+            f"the machine was restarted while the state in {str(path)!r} was open: with durability='process' "
+            "that may "
+            "have lost or torn steps; durability='power' survives it",
+            StateWarning,
+            stacklevel=6,
+        )
+    journal = Journal.open(path / JOURNAL_NAME, stored.identity, durable=False)
+    try:
+        _replay(journal, stored, tables, last_step)
+    finally:
+        journal.close(remove=False)
+    if stored.durability == "power":
+        for table in tables:
+            table.backend.flush()
+    # From here on the tables and the description say it all, and a new journal may take the old one's place.
+    stored.status = "closed"
+    write_metadata(path, stored)
+
+
+def _replay(journal: Journal, stored: Metadata, tables: Sequence[Table], last_step: int | None) -> None:
+    for entry in journal.entries():
+        progress = Progress.from_bytes(entry.note, len(tables))
+        if last_step is not None and progress.global_step > last_step:
+            break
+        apply_entry(tables, entry)
+        stored.global_step, stored.change = progress.global_step, progress.change
+        for table, steps, k in zip(tables, progress.steps, progress.curvatures, strict=True):
+            table.steps, table.k = steps, k
+    stored.tables = [
+        {**old, "k": t.k, "steps": t.steps} for old, t in zip(stored.tables, tables, strict=True)
+    ]
+
+
+def _match_names(path: Path, specs: Sequence[TableSpec], stored: Metadata) -> dict[str, dict[str, Any]]:
+    by_name = {str(table.get("name")): table for table in stored.tables}
+    wanted = {spec.name for spec in specs}
+    if wanted != set(by_name):
+        raise StateMismatchError(
+            f"the state in {str(path)!r} holds the tables {sorted(by_name)} but {sorted(wanted)} are asked "
+            "for: pass "
+            "the stored ones, or another directory"
+        )
+    return by_name
+
+
+def _open_table(path: Path, spec: TableSpec, stored: dict[str, Any]) -> Table:
+    description = stored.get("backend")
+    if not isinstance(description, dict) or not isinstance(description.get("rows"), int):
+        raise StateCorruptError(
+            f"the description of table {spec.name!r} in {str(path)!r} lacks its backend: restore "
+            f"{METADATA_NAME} from "
+            "a copy"
+        )
+    _match_table(spec, stored, description)
+    return Table(
+        spec.name,
+        MemmapBackend.open(path / table_file_name(spec.name), description),
+        None if stored.get("init") is None else from_json(stored["init"]),
+        spec.second_moment,
+        float(stored["init_max_norm_fraction"]),
+        curvature_from_json(stored.get("k")),
+        int(stored.get("steps", 0)),
+    )
+
+
+def _warn_of_curvature(table: Table, spec: TableSpec) -> None:
+    if table.k != spec.k:
+        warnings.warn(
+            f"table {table.name!r} was stored with k={table.k!r}, which is kept; the k={spec.k!r} asked for "
+            "is "
+            f"ignored: call set_curvature({spec.k!r}) to change it",
+            StateWarning,
+            stacklevel=6,
+        )
+
+
+def _match_table(spec: TableSpec, stored: dict[str, Any], description: dict[str, Any]) -> None:
+    schema = Schema.from_json(description.get("schema"))
+    if (description["rows"], schema.dim) != (spec.source.rows, spec.schema.dim):
+        raise StateMismatchError(
+            f"table {spec.name!r} is stored as {description['rows']} x {schema.dim} but {spec.source.rows} x "
+            f"{spec.schema.dim} is asked for: pass a table of the stored shape, or another directory"
+        )
+    if schema != spec.schema or stored.get("second_moment") != spec.second_moment:
+        raise StateMismatchError(
+            f"table {spec.name!r} is stored with second_moment={stored.get('second_moment')!r} and the "
+            "fields "
+            f"{_fields(schema)} but second_moment={spec.second_moment!r} with {_fields(spec.schema)} is "
+            "asked for: "
+            "the stored moments would be misread; pass the stored options, or another directory"
+        )
+
+
+def _fields(schema: Schema) -> str:
+    return ", ".join(f"{field.name} {field.dtype} per {field.per}" for field in schema.fields)
