@@ -28,6 +28,7 @@ __all__ = [
     "Queue",
     "Storage",
     "TableSpec",
+    "add_table",
     "create_state",
     "require_space",
     "start",
@@ -115,35 +116,58 @@ def create_state(path: Path, lock: int, specs: Sequence[TableSpec], storage: Sto
         ValueError: an array of first weights holds a value that is not finite.
     """
     require_space(path, specs, storage)
-    made: list[Path] = [path / METADATA_NAME, path / JOURNAL_NAME]
     tables: list[Table] = []
     try:
         if not (path / METADATA_NAME).exists():
             write_metadata(path, Metadata("creating", "", note="making a new state"))
-        for spec in specs:
-            made.append(path / table_file_name(spec.name))
-            tables.append(_new_table(spec, made[-1], storage))
-            write_initial_weights(tables[-1], spec.source)
-            if storage.durability == "power":
-                tables[-1].backend.flush()
+        # In place, one by one: what is made before a failure has to be undone.
+        tables.extend(make_table(path, spec, storage) for spec in specs)
         return start(path, lock, Metadata("open", secrets.token_hex(8)), tables, storage)
     except BaseException:
-        _discard(tables, made)
+        _discard(path, tables)
         raise
 
 
-def _new_table(spec: TableSpec, file: Path, storage: Storage) -> Table:
+def make_table(path: Path, spec: TableSpec, storage: Storage) -> Table:
+    """Make the file of one table and open it; nothing is left behind when that fails."""
+    file = path / table_file_name(spec.name)
+    file.unlink(missing_ok=True)  # what an interrupted creation may have left: no description names it
     backend: StateBackend = MemmapBackend.create(
         file, spec.source.rows, spec.schema, stride=storage.stride, allocate=storage.allocate
     )
-    lazy = None if isinstance(spec.source, FromArray) else spec.source
-    return Table(spec.name, backend, lazy, spec.second_moment, spec.init_max_norm_fraction, spec.k)
+    lazy = spec.source if isinstance(spec.source, Initializer) and "w" in spec.schema.names else None
+    table = Table(spec.name, backend, lazy, spec.second_moment, spec.init_max_norm_fraction, spec.k)
+    try:
+        write_initial_weights(table, spec.source)
+        if storage.durability == "power":
+            backend.flush()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            backend.close()
+        file.unlink()
+        raise
+    return table
 
 
-def _discard(tables: Sequence[Table], files: Sequence[Path]) -> None:
+def add_table(state: StateDirectory, spec: TableSpec, storage: Storage) -> Table:
+    """Make one more table in an open state.
+
+    Raises:
+        DiskSpaceError: there is not enough room.
+        ValueError: an array of first weights holds a value that is not finite.
+    """
+    require_space(state.path, [spec], storage)
+    table = make_table(state.path, spec, storage)
+    _queue_writes(table, storage)
+    state.add(table)
+    return table
+
+
+def _discard(path: Path, tables: Sequence[Table]) -> None:
     """Remove what an unfinished creation has made, whatever state it is in."""
     steps: list[Callable[[], object]] = [table.backend.close for table in tables]
-    steps += [file.unlink for file in reversed(files)]
+    steps += [(path / table_file_name(table.name)).unlink for table in tables]
+    steps += [(path / JOURNAL_NAME).unlink, (path / METADATA_NAME).unlink]
     for step in steps:
         with contextlib.suppress(OSError):
             step()
@@ -160,13 +184,18 @@ def start(
         durable = storage.durability == "power"
         capacity = _RETAINING_BYTES if durable or storage.queue is not None else _HOT_BYTES
         journal = Journal.create(path / JOURNAL_NAME, metadata.identity, capacity, durable)
-    if storage.queue is not None:
-        for table in tables:
-            table.writer = WriteBehind(
-                table.backend, max_queue_size=storage.queue.max_size, put_timeout=storage.queue.put_timeout
-            )
-            table.backend = table.writer
+    for table in tables:
+        _queue_writes(table, storage)
     metadata.durability, metadata.boot = storage.durability, system.boot_identity()
     state = StateDirectory(path, lock, metadata, tables, journal)
     state.mark_change(metadata.change)
     return state
+
+
+def _queue_writes(table: Table, storage: Storage) -> None:
+    if storage.queue is not None:
+        options = storage.queue
+        table.writer = WriteBehind(
+            table.backend, max_queue_size=options.max_size, put_timeout=options.put_timeout
+        )
+        table.backend = table.writer

@@ -37,6 +37,7 @@ def open_state(
     resume: bool | None,
     storage: Storage,
     *,
+    exact: bool = True,
     last_step: int | None = None,
 ) -> StateDirectory:
     """Open, continue or replace the state in a directory.
@@ -48,6 +49,8 @@ def open_state(
         resume: None refuses to guess when there is state; True continues it; False replaces it, with a
             warning.
         storage: Layout of new tables, and the durability from now on.
+        exact: Refuse state that holds other tables than `specs`; otherwise those are opened too, and tables
+            that are missing are left to `dsa.creation.add_table`.
         last_step: Recover steps of the journal up to this one only.
 
     Raises:
@@ -79,7 +82,7 @@ def open_state(
             raise StateExistsError(
                 f"{_summary(path, stored)}: pass resume=True to continue it or resume=False to start over"
             )
-        return continue_state(path, lock, specs, stored, storage, last_step)
+        return continue_state(path, lock, specs, stored, storage, exact=exact, last_step=last_step)
     except BaseException:
         os.close(lock)
         raise

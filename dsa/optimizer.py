@@ -218,7 +218,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
                 for table, k in wanted_curvatures(state.tables, current_k, name=None):
                     maintenance.change_curvature(state, table, k, "clip", reset_moments=False)
             parts = [(table, rows) for table, rows, _ in batches]
-            progress = state.progress().after_step([state.index(table) for table, rows in parts if len(rows)])
+            progress = state.progress().after_step([state.index(table) for table, _ in parts])
             memory = state.begin(progress, parts)
             reports = [
                 compute_update(table, rows, grad, options, records, stamp=progress.global_step + 1)

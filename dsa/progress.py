@@ -59,14 +59,14 @@ class Progress:
 
     @classmethod
     def from_bytes(cls, data: bytes, tables: int) -> Progress:
-        """Rebuild what `to_bytes` has written for so many tables.
+        """Rebuild what `to_bytes` has written, for so many tables or, before some were added, for fewer.
 
         Raises:
             StateCorruptError: the data is not that.
         """
         try:
             step, steps, curvatures, change = json.loads(data)
-            good = len(steps) == len(curvatures) == tables and (change is None or isinstance(change, dict))
+            good = len(steps) == len(curvatures) <= tables and (change is None or isinstance(change, dict))
             counts = (int(step), *map(int, steps))
         except (ValueError, TypeError) as error:
             raise StateCorruptError(f"a journal entry's note can't be read: {error}") from error

@@ -21,7 +21,7 @@ from dsa.schema import Schema
 from dsa.state import StateDirectory, apply_entry
 from dsa.table import Table
 
-__all__ = ["continue_state"]
+__all__ = ["continue_state", "match_table", "warn_of_curvature"]
 
 
 def continue_state(
@@ -30,25 +30,42 @@ def continue_state(
     specs: Sequence[TableSpec],
     stored: Metadata,
     storage: Storage,
+    *,
+    exact: bool,
     last_step: int | None,
 ) -> StateDirectory:
     """Open the tables of a stored state, recovered to the last committed step.
+
+    Args:
+        path: The directory.
+        lock: The descriptor that holds its lock.
+        specs: The tables asked for.
+        stored: The description of the state.
+        storage: How to go on.
+        exact: Refuse a state that holds other tables than those asked for.
+        last_step: Recover steps up to this one only.
 
     Raises:
         StateMismatchError: the stored tables differ from `specs`.
         StateCorruptError: a file is damaged, truncated, extended, missing or foreign.
     """
-    by_name = _match_names(path, specs, stored)
+    by_name = {str(table.get("name")): table for table in stored.tables}
+    if exact:
+        _match_names(path, specs, by_name)
+    for spec in specs:
+        if spec.name in by_name:
+            _match_table(path, spec, by_name[spec.name])
     with contextlib.ExitStack() as opened:
         tables: list[Table] = []
-        for name in by_name:
-            spec = next(spec for spec in specs if spec.name == name)
-            tables.append(_open_table(path, spec, by_name[name]))
+        for name, description in by_name.items():
+            tables.append(_open_table(path, name, description))
             opened.callback(tables[-1].backend.close)
         if stored.status == "open":
             _recover(path, stored, tables, last_step)
-        for table, spec in ((table, spec) for table in tables for spec in specs if spec.name == table.name):
-            _warn_of_curvature(table, spec)
+        for spec in specs:
+            for table in tables:
+                if table.name == spec.name:
+                    warn_of_curvature(table, spec)
         state = start(path, lock, stored, tables, storage)
         opened.pop_all()
     return state
@@ -94,46 +111,52 @@ def _replay(journal: Journal, stored: Metadata, tables: Sequence[Table], last_st
             break
         apply_entry(tables, entry)
         stored.global_step, stored.change = progress.global_step, progress.change
-        for table, steps, k in zip(tables, progress.steps, progress.curvatures, strict=True):
+        # A table that was added later is not in the entry.
+        for table, steps, k in zip(tables, progress.steps, progress.curvatures, strict=False):
             table.steps, table.k = steps, k
     stored.tables = [
         {**old, "k": t.k, "steps": t.steps} for old, t in zip(stored.tables, tables, strict=True)
     ]
 
 
-def _match_names(path: Path, specs: Sequence[TableSpec], stored: Metadata) -> dict[str, dict[str, Any]]:
-    by_name = {str(table.get("name")): table for table in stored.tables}
+def _match_names(path: Path, specs: Sequence[TableSpec], by_name: dict[str, dict[str, Any]]) -> None:
     wanted = {spec.name for spec in specs}
     if wanted != set(by_name):
         raise StateMismatchError(
             f"the state in {str(path)!r} holds the tables {sorted(by_name)} but {sorted(wanted)} are asked "
-            "for: pass "
-            "the stored ones, or another directory"
+            "for: "
+            "pass the stored ones, or another directory"
         )
-    return by_name
 
 
-def _open_table(path: Path, spec: TableSpec, stored: dict[str, Any]) -> Table:
-    description = stored.get("backend")
-    if not isinstance(description, dict) or not isinstance(description.get("rows"), int):
+def _open_table(path: Path, name: str, stored: dict[str, Any]) -> Table:
+    try:
+        fraction, steps, second_moment = (
+            stored["init_max_norm_fraction"],
+            stored["steps"],
+            stored["second_moment"],
+        )
+        return Table(
+            name,
+            MemmapBackend.open(path / table_file_name(name), stored["backend"]),
+            None if stored["init"] is None else from_json(stored["init"]),
+            str(second_moment),
+            float(fraction),
+            curvature_from_json(stored["k"]),
+            int(steps),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, StateCorruptError):
+            raise
         raise StateCorruptError(
-            f"the description of table {spec.name!r} in {str(path)!r} lacks its backend: restore "
-            f"{METADATA_NAME} from "
-            "a copy"
-        )
-    _match_table(spec, stored, description)
-    return Table(
-        spec.name,
-        MemmapBackend.open(path / table_file_name(spec.name), description),
-        None if stored.get("init") is None else from_json(stored["init"]),
-        spec.second_moment,
-        float(stored["init_max_norm_fraction"]),
-        curvature_from_json(stored.get("k")),
-        int(stored.get("steps", 0)),
-    )
+            f"the description of table {name!r} in {str(path)!r} can't be read ({error!r}): restore "
+            f"{METADATA_NAME} "
+            "from a copy"
+        ) from error
 
 
-def _warn_of_curvature(table: Table, spec: TableSpec) -> None:
+def warn_of_curvature(table: Table, spec: TableSpec) -> None:
+    """Warn when the curvature asked for is not the stored one, which is kept."""
     if table.k != spec.k:
         warnings.warn(
             f"table {table.name!r} was stored with k={table.k!r}, which is kept; the k={spec.k!r} asked for "
@@ -144,20 +167,37 @@ def _warn_of_curvature(table: Table, spec: TableSpec) -> None:
         )
 
 
-def _match_table(spec: TableSpec, stored: dict[str, Any], description: dict[str, Any]) -> None:
-    schema = Schema.from_json(description.get("schema"))
-    if (description["rows"], schema.dim) != (spec.source.rows, spec.schema.dim):
-        raise StateMismatchError(
-            f"table {spec.name!r} is stored as {description['rows']} x {schema.dim} but {spec.source.rows} x "
-            f"{spec.schema.dim} is asked for: pass a table of the stored shape, or another directory"
+def match_table(table: Table, spec: TableSpec) -> None:
+    """Raise `StateMismatchError` when an open table is not the one asked for."""
+    _match(len(table), table.backend.schema, table.second_moment, spec)
+
+
+def _match_table(path: Path, spec: TableSpec, stored: dict[str, Any]) -> None:
+    description = stored.get("backend")
+    if not isinstance(description, dict) or not isinstance(description.get("rows"), int):
+        raise StateCorruptError(
+            f"the description of table {spec.name!r} in {str(path)!r} lacks its backend: restore "
+            f"{METADATA_NAME} from "
+            "a copy"
         )
-    if schema != spec.schema or stored.get("second_moment") != spec.second_moment:
+    schema = Schema.from_json(description.get("schema"))
+    _match(description["rows"], schema, str(stored.get("second_moment")), spec)
+
+
+def _match(rows: int, schema: Schema, second_moment: str, spec: TableSpec) -> None:
+    if (rows, schema.dim) != (spec.source.rows, spec.schema.dim):
         raise StateMismatchError(
-            f"table {spec.name!r} is stored with second_moment={stored.get('second_moment')!r} and the "
-            "fields "
-            f"{_fields(schema)} but second_moment={spec.second_moment!r} with {_fields(spec.schema)} is "
-            "asked for: "
-            "the stored moments would be misread; pass the stored options, or another directory"
+            f"table {spec.name!r} is stored as {rows} x {schema.dim} but {spec.source.rows} x "
+            f"{spec.schema.dim} is "
+            "asked for: pass a table of the stored shape, or another directory"
+        )
+    if schema != spec.schema or second_moment != spec.second_moment:
+        raise StateMismatchError(
+            f"table {spec.name!r} is stored with second_moment={second_moment!r} and the fields "
+            f"{_fields(schema)} but "
+            f"second_moment={spec.second_moment!r} with {_fields(spec.schema)} is asked for: the stored "
+            "moments would "
+            "be misread; pass the stored options, or another directory"
         )
 
 

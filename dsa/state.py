@@ -77,6 +77,13 @@ class StateDirectory:
         """Return a table's position in the state."""
         return self._order.index(table)
 
+    def add(self, table: Table) -> None:
+        """Take in one more table, whose file is complete."""
+        self.settle()
+        self.tables[table.name] = table
+        self._order.append(table)
+        self._save("open")
+
     def begin(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Records]:
         """Start a transaction and return the memory of its records, to be filled before `commit`.
 

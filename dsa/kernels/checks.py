@@ -14,7 +14,15 @@ from numba import njit
 from dsa.kernels.layout import WordLayout, Words, as_words, word_layout
 from dsa.schema import Records
 
-__all__ = ["LAST_COUNT", "count_update", "describe_fault", "first_implausible", "is_finite", "is_updatable"]
+__all__ = [
+    "LAST_COUNT",
+    "all_finite",
+    "count_update",
+    "describe_fault",
+    "first_implausible",
+    "is_updatable",
+    "moments_finite",
+]
 
 LAST_COUNT: Final = 2**31 - 1
 """The largest counter that an int32 holds; a row that has reached it can't be updated again."""
@@ -26,7 +34,8 @@ _ZERO: Final = np.int32(0)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _all_finite(patterns: Words) -> bool:
+def all_finite(patterns: Words) -> bool:
+    """Tell whether float32 bit patterns are all finite."""
     largest = _ZERO
     for j in range(patterns.shape[0]):
         largest = max(largest, patterns[j] & _MAGNITUDE)
@@ -42,12 +51,10 @@ def _any_sign(patterns: Words) -> bool:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def is_finite(words: Words, i: int, layout: WordLayout) -> bool:
-    """Tell whether the weight and the moments of record `i` are finite."""
-    return (
-        _all_finite(words[i, layout.w : layout.w + layout.dim])
-        and _all_finite(words[i, layout.m : layout.m + layout.dim])
-        and _all_finite(words[i, layout.v : layout.v + layout.v_length])
+def moments_finite(words: Words, i: int, layout: WordLayout) -> bool:
+    """Tell whether the moments of record `i` are finite."""
+    return all_finite(words[i, layout.m : layout.m + layout.dim]) and all_finite(
+        words[i, layout.v : layout.v + layout.v_length]
     )
 
 
@@ -80,7 +87,9 @@ def count_update(words: Words, i: int, layout: WordLayout, stamp: int) -> None:
 @njit(nogil=True, cache=True, error_model="numpy")
 def _first_implausible(words: Words, layout: WordLayout) -> int:
     for i in range(words.shape[0]):
-        if _is_negative(words, i, layout) or not is_finite(words, i, layout):
+        if _is_negative(words, i, layout) or not moments_finite(words, i, layout):
+            return i
+        if layout.w >= 0 and not all_finite(words[i, layout.w : layout.w + layout.dim]):
             return i
     return -1
 
@@ -98,7 +107,7 @@ def first_implausible(records: Records) -> int:
 def describe_fault(records: Records, position: int) -> str:
     """Name what is wrong with a record, for an error message; empty when it is plausible."""
     record = records[position]
-    for name in ("w", "m", "v"):
+    for name in sorted({"w", "m", "v"} & set(record.dtype.names or ()), reverse=True):
         if not np.isfinite(record[name]).all():
             return f"field {name!r} holds a number that is not finite"
     smallest = np.min(record["v"])

@@ -26,8 +26,8 @@ class StepConstants(NamedTuple):
 
     Args:
         lr: Learning rate.
-        rate1: ``1 - beta1``.
-        rate2: ``1 - beta2``.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
         eps: Floor of the denominator.
         corrected: Whether eps is added to the corrected root.
         sign: 1, or -1 to maximize.
@@ -42,8 +42,8 @@ class StepConstants(NamedTuple):
     """
 
     lr: float
-    rate1: float
-    rate2: float
+    beta1: float
+    beta2: float
     eps: float
     corrected: bool
     sign: float
@@ -68,8 +68,8 @@ def step_constants(options: AdamOptions, stamp: int, step: int | None) -> StepCo
     l2 = options.weight_decay if options.weight_decay_mode == "l2" else 0.0
     return StepConstants(
         lr=float(options.lr),
-        rate1=1.0 - options.beta1,
-        rate2=1.0 - options.beta2,
+        beta1=float(options.beta1),
+        beta2=float(options.beta2),
         eps=float(options.eps),
         corrected=options.eps_placement == "corrected",
         sign=-1.0 if options.maximize else 1.0,

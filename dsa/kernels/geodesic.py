@@ -34,6 +34,7 @@ __all__ = [
     "Geodesic",
     "gap_of",
     "geodesic",
+    "is_long_inward",
     "transport_coefficients",
 ]
 
@@ -45,6 +46,11 @@ LEAST_GAP: Final = BALL_EPS * (2.0 - BALL_EPS)
 
 # Rounding a clamped row to float32 moves k|w|^2 by at most 1.2e-7; a row is outside only beyond that.
 _ROUNDING: Final = 2.5e-7
+
+
+# Hyperbolic length from which a step inward gets the form of its own; at this length both forms agree to
+# 1e-12.
+_LONG: Final = 4.0
 
 
 class Geodesic(NamedTuple):
@@ -76,7 +82,13 @@ def gap_of(a: float, k: float) -> tuple[float, float]:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def geodesic(a: float, b: float, c: float, gap: float, k: float, max_step: float) -> Geodesic:
+def is_long_inward(b: float, c: float, gap: float, k: float) -> bool:
+    """Tell whether the Möbius denominator cancels, so that `geodesic` needs the part of u across w."""
+    return b < 0.0 and 2.0 * math.sqrt(k * c) > _LONG * gap
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def geodesic(a: float, b: float, c: float, across: float, gap: float, k: float, max_step: float) -> Geodesic:
     """Return the coefficients of ``exp_w(u)`` from the dots, with the clamp at the edge of the ball.
 
     The clamp scales the new point along its ray, and the transport along a ray is a pure rescale by the
@@ -86,16 +98,20 @@ def geodesic(a: float, b: float, c: float, gap: float, k: float, max_step: float
         a: ``|w|^2``.
         b: ``<w, u>``.
         c: ``|u|^2``.
+        across: The squared length of the part of u perpendicular to w, where `is_long_inward` says so; else
+            unused.
         gap: ``1 - k a`` as `gap_of` returns it.
         k: Curvature magnitude, > 0.
         max_step: Longest step in hyperbolic units; ``inf`` for none.
     """
     length = 2.0 * math.sqrt(k * c) / gap
+    inward = is_long_inward(b, c, gap, k)
     scale = 1.0
     if length > max_step:
         scale = max_step / length
         b *= scale
         c *= scale * scale
+        across *= scale * scale
         length = max_step
     t = 0.5 * length
     tanh = math.tanh(t)
@@ -105,9 +121,12 @@ def geodesic(a: float, b: float, c: float, gap: float, k: float, max_step: float
     delta = kappa1 + k * a * tanh * tanh
     along_u = f / delta
     along_w = 1.0 + along_u * kk * c
+    if inward and length > _LONG:
+        delta, along_u, along_w = _long_inward(a, b, c, across, gap, k, length, tanh, f)
     cosh = math.cosh(t)
     new_gap = gap / (cosh * cosh * delta)
-    clamped = new_gap < LEAST_GAP
+    # A row that rests on the clamp and does not move keeps its bits.
+    clamped = new_gap < LEAST_GAP and c > 0.0
     if clamped:
         shrink = (1.0 - BALL_EPS) / math.sqrt(1.0 - new_gap)
         along_u *= shrink
@@ -125,6 +144,28 @@ def geodesic(a: float, b: float, c: float, gap: float, k: float, max_step: float
         length,
         clamped,
     )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _long_inward(
+    a: float, b: float, c: float, across: float, gap: float, k: float, length: float, tanh: float, f: float
+) -> tuple[float, float, float]:
+    """Return ``delta`` and the multiples of u and w for a long step inward.
+
+    With ``r = sqrt(k) |w|``, ``T = tanh t`` and the cosine of the angle between w and u,
+    ``delta = (1 - r T)^2 + 2 r T (1 + cos)``. Straight inward both terms are tiny, so ``1 - r T`` is formed
+    from ``1 - T`` and ``1 - r``, which are known without cancellation, and ``1 + cos = sin^2 / (1 - cos)``
+    from the part across w.
+    """
+    r = math.sqrt(k * a)
+    one_plus_cos = across / c / (1.0 - b / math.sqrt(a * c))
+    one_minus_tanh = 2.0 / (math.exp(min(length, 700.0)) + 1.0)
+    one_minus_r = gap / (1.0 + r)
+    difference = one_minus_r + r * one_minus_tanh
+    delta = difference * difference + 2.0 * r * tanh * one_plus_cos
+    along_u = f / delta
+    radial = (one_minus_tanh - one_minus_r) * difference + tanh * (1.0 + k * a) * one_plus_cos
+    return delta, along_u, radial / (r * delta) - along_u * (b / a)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -18,6 +18,7 @@ Floats = NDArray[np.float32]
 class WordLayout(NamedTuple):
     """Where Adam's fields lie in a record, in 32-bit words.
 
+    ``w`` is -1 in records without weights, those of a parameter that stays in memory.
     ``v_length`` is D when the second moment is stored per element and 1 when it is stored per row.
     """
 
@@ -31,7 +32,7 @@ class WordLayout(NamedTuple):
 
 
 def word_layout(dtype: np.dtype[np.void]) -> WordLayout:
-    """Return where the fields ``w m v t s`` of a record dtype lie.
+    """Return where the fields ``m v t s``, and ``w`` if there is one, of a record dtype lie.
 
     Raises:
         KeyError: the dtype is not one of Adam's.
@@ -42,8 +43,9 @@ def word_layout(dtype: np.dtype[np.void]) -> WordLayout:
         WordLayout(w=0, m=2, v=4, t=6, s=7, dim=2, v_length=2)
     """
     fields: Any = dtype.fields
-    w, m, v, t, s = (fields[name][1] // 4 for name in ("w", "m", "v", "t", "s"))
-    return WordLayout(w, m, v, t, s, dim=_length(fields["w"][0]), v_length=_length(fields["v"][0]))
+    m, v, t, s = (fields[name][1] // 4 for name in ("m", "v", "t", "s"))
+    w = fields["w"][1] // 4 if "w" in fields else -1
+    return WordLayout(w, m, v, t, s, dim=_length(fields["m"][0]), v_length=_length(fields["v"][0]))
 
 
 def as_words(records: Records) -> tuple[Words, Floats]:

@@ -10,8 +10,9 @@ One step of a row, with ``g`` the Euclidean gradient (Bécigneul & Ganea 2019, a
     w      = exp_w(u);  m, v follow by parallel transport
 
 In "row" mode ``h^2`` is the squared Riemannian norm ``lambda^2 |grad_R|^2``, one number.
-Epsilon is compared with ``|g| / lambda^2`` in coordinate mode and with ``|g| / lambda`` in frame and row
-mode, hence Adam with four times epsilon as k -> 0. Arithmetic is float64, storage float32.
+Epsilon is compared with ``|g| / lambda^2`` in coordinate mode, hence Adam with four times epsilon as k -> 0,
+and with ``|g| / lambda`` in frame and row mode, where the limit has half the learning rate and twice epsilon.
+Arithmetic is float64, storage float32.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from dsa.conventions import AdamOptions
-from dsa.kernels.checks import count_update, is_finite, is_updatable
+from dsa.kernels.checks import all_finite, count_update, is_updatable, moments_finite
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
-from dsa.kernels.geodesic import BALL_EPS, Geodesic, gap_of, geodesic, transport_coefficients
+from dsa.kernels.geodesic import BALL_EPS, Geodesic, gap_of, geodesic, is_long_inward, transport_coefficients
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
 from dsa.kernels.report import StepReport
 from dsa.schema import Records, Rows
@@ -75,7 +76,7 @@ def riemannian_adam_step(
 def _load(stored: Floats, scratch: Doubles) -> float:
     square = 0.0
     for j in range(scratch.shape[0]):
-        x = float(stored[j])
+        x = np.float64(stored[j])  # numba's float() leaves a float32 as it is
         scratch[j] = x
         square += x * x
     return square
@@ -87,6 +88,23 @@ def _dot(x: Doubles, y: Doubles) -> float:
     for j in range(x.shape[0]):
         total += x[j] * y[j]
     return total
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _across(w: Doubles, u: Doubles, a: float, b: float) -> float:
+    """Return the squared length of the part of u that is perpendicular to w."""
+    total = 0.0
+    for j in range(w.shape[0]):
+        part = u[j] - (b / a) * w[j]
+        total += part * part
+    return total
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _geodesic_of(w: Doubles, u: Doubles, a: float, gap: float, k: float, limit: float) -> Geodesic:
+    b, c = _dot(w, u), _dot(u, u)
+    across = _across(w, u, a, b) if is_long_inward(b, c, gap, k) else 0.0
+    return geodesic(a, b, c, across, gap, k, limit)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -113,7 +131,7 @@ def _element_wise_rows(
     frame: bool,
     tensor: bool,
 ) -> tuple[int, int, int, float]:
-    rate1, rate2 = constants.rate1, constants.rate2
+    beta1, beta2 = constants.beta1, constants.beta2
     sign, l2, decay = constants.sign, constants.l2, constants.decay
     dim = layout.dim
     w, u, m, v = np.empty(dim), np.empty(dim), np.empty(dim), np.empty(dim)
@@ -135,10 +153,10 @@ def _element_wise_rows(
         for j in range(dim):
             gradient = (sign * g[j] + l2 * w[j]) * inverse_metric
             component = gradient * to_frame
-            m[j] = stored_m[j] + rate1 * (gradient - stored_m[j])
-            v[j] = stored_v[j] + rate2 * (component * component - stored_v[j])
+            m[j] = beta1 * stored_m[j] + (1.0 - beta1) * gradient
+            v[j] = beta2 * stored_v[j] + (1.0 - beta2) * (component * component)
             u[j] = -(size * (m[j] / (math.sqrt(v[j]) + floor)) + decay * w[j])
-        step = geodesic(a, _dot(w, u), _dot(u, u), gap, k, limit)
+        step = _geodesic_of(w, u, a, gap, k, limit)
         rho_v = 1.0 if frame else step.rho
         if tensor:
             _transport_diagonal(w, u, v, step, rho_v)
@@ -153,15 +171,22 @@ def _element_wise_rows(
         far += step.clamped and step.length > 1.0
         longest = max(longest, step.length)
         count_update(words, i, layout, constants.stamp)
-        if not is_finite(words, i, layout):
+        if not (moments_finite(words, i, layout) and all_finite(stored_w.view(np.int32))):
             return int(i), clamped, far, longest
     return -1, clamped, far, longest
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
 def _transport_diagonal(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: float) -> None:
-    """Replace v by ``rho^2 diag(G diag(v) G^T)``: a diagonal 2-tensor's transport, never negative, O(D)."""
-    ww = wu = uu = aa = bb = 0.0
+    """Replace v by ``rho^2 diag(G diag(v) G^T)``: a diagonal 2-tensor's transport, never negative, O(D).
+
+    G is orthogonal, so that the diagonal stays between the smallest and the largest element of v; holding it
+    there costs nothing and mends the cancellation of long steps straight inward.
+    """
+    ww = wu = uu = 0.0
+    smallest = largest = v[0]
+    for j in range(v.shape[0]):
+        smallest, largest = min(smallest, v[j]), max(largest, v[j])
     s = step.scale
     for j in range(v.shape[0]):
         su = s * u[j]
@@ -178,7 +203,8 @@ def _transport_diagonal(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho:
         su = s * u[j]
         wj, cross = w[j] * w[j], w[j] * su
         linear = 1.0 + 2.0 * omega * ((k1 - 1.0) * cross - k2 * wj - k3 * su * su)
-        v[j] = max(rho * rho * (v[j] * linear + aa * wj + ab * cross + bb * su * su), 0.0)
+        turned = v[j] * linear + aa * wj + ab * cross + bb * su * su
+        v[j] = rho * rho * min(max(turned, smallest), largest)
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -208,7 +234,7 @@ def _row_wise_rows(
 ) -> tuple[int, int, int, float]:
     # The direction is u = -(phi m + decay w), a combination of two vectors that are at hand, so that it never
     # has to exist.
-    rate1, sign, l2, decay = constants.rate1, constants.sign, constants.l2, constants.decay
+    beta1, sign, l2, decay = constants.beta1, constants.sign, constants.l2, constants.decay
     dim = layout.dim
     w, m = np.empty(dim), np.empty(dim)
     clamped = far = 0
@@ -224,17 +250,19 @@ def _row_wise_rows(
         squares = wm = mm = 0.0
         for j in range(dim):
             euclidean = sign * g[j] + l2 * w[j]
-            m[j] = stored_m[j] + rate1 * (euclidean * inverse_metric - stored_m[j])
+            m[j] = beta1 * stored_m[j] + (1.0 - beta1) * (euclidean * inverse_metric)
             squares += euclidean * euclidean
             wm += w[j] * m[j]
             mm += m[j] * m[j]
-        v = float(floats[i, layout.v])
-        v += constants.rate2 * (squares * inverse_metric - v)
+        v = constants.beta2 * np.float64(floats[i, layout.v])
+        v += (1.0 - constants.beta2) * (squares * inverse_metric)
         first, second = corrections(constants, words[i, layout.t])
         phi = constants.lr * second / first / (math.sqrt(v) + epsilon(constants, second))
         wu = -(phi * wm + decay * a)
-        uu = phi * phi * mm + 2.0 * phi * decay * wm + decay * decay * a
-        step = geodesic(a, wu, uu, gap, k, limit)
+        # Where decay balances the moment the sum rounds to either side of zero.
+        uu = max(phi * phi * mm + 2.0 * phi * decay * wm + decay * decay * a, 0.0)
+        across = phi * phi * _across(w, m, a, wm) if is_long_inward(wu, uu, gap, k) else 0.0
+        step = geodesic(a, wu, uu, across, gap, k, limit)
         m_w, m_u = transport_coefficients(step, wm, -(phi * mm + decay * wm))
         keep_m, add_w = step.rho * (1.0 - m_u * phi), step.rho * (m_w - m_u * decay)
         w_w, w_m = step.along_w - step.along_u * decay, -step.along_u * phi
@@ -246,7 +274,7 @@ def _row_wise_rows(
         far += step.clamped and step.length > 1.0
         longest = max(longest, step.length)
         count_update(words, i, layout, constants.stamp)
-        if not is_finite(words, i, layout):
+        if not (moments_finite(words, i, layout) and all_finite(stored_w.view(np.int32))):
             return int(i), clamped, far, longest
     return -1, clamped, far, longest
 
@@ -277,7 +305,7 @@ def _exp_transport_rows(points: Doubles, steps: Doubles, vectors: Doubles, k: fl
     for i in range(points.shape[0]):
         u = steps[i]
         a, gap = _load_into_ball(points[i], w, k)
-        step = geodesic(a, _dot(w, u), _dot(u, u), gap, k, limit)
+        step = _geodesic_of(w, u, a, gap, k, limit)
         for n in range(vectors.shape[0]):
             x = vectors[n, i]
             along_w, along_u = transport_coefficients(step, _dot(w, x), _dot(u, x))
@@ -307,5 +335,5 @@ def _transport_diagonal_rows(points: Doubles, steps: Doubles, diagonals: Doubles
     for i in range(points.shape[0]):
         u = steps[i]
         a, gap = _load_into_ball(points[i], w, k)
-        step = geodesic(a, _dot(w, u), _dot(u, u), gap, k, math.inf)
+        step = _geodesic_of(w, u, a, gap, k, math.inf)
         _transport_diagonal(w, u, diagonals[i], step, step.rho)
