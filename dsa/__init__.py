@@ -1,9 +1,25 @@
 """Training of embedding tables that do not fit in memory: every row's weight and Adam state live on disk."""
 
 from dsa import backends, conventions, errors, init
+from dsa.embedding import DiskEmbedding, DiskEmbeddingBag
 from dsa.estimate import estimate
+from dsa.gradients import clip_grad_norm_, split_parameters
 from dsa.optimizer import DiskSparseRiemannianAdam
 from dsa.prefetch import lookahead
+from dsa.sparse_adam import DiskSparseAdam
 
-__all__ = ["DiskSparseRiemannianAdam", "backends", "conventions", "errors", "estimate", "init", "lookahead"]
+__all__ = [
+    "DiskEmbedding",
+    "DiskEmbeddingBag",
+    "DiskSparseAdam",
+    "DiskSparseRiemannianAdam",
+    "backends",
+    "clip_grad_norm_",
+    "conventions",
+    "errors",
+    "estimate",
+    "init",
+    "lookahead",
+    "split_parameters",
+]
 __version__ = "0.4.0.dev0"

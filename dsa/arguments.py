@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from dsa.backends.memmap import Memmap
 from dsa.conventions import DSA_ADAM, BiasCorrection, Convention, SecondMoment
-from dsa.errors import StateWarning
+from dsa.errors import StateMismatchError, StateWarning
 from dsa.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.manifolds import manifold_of
 from dsa.opening import TableSpec
 from dsa.schema import adam_schema
+from dsa.state import StateDirectory
 from dsa.table import Table
 
 __all__ = [
+    "ParamGroups",
     "Params",
     "curvatures_of",
     "dialect_of",
     "held_tensor",
     "layout_of_backend",
+    "named_groups",
     "named_sources",
     "named_table",
+    "require_second_moment",
     "table_spec",
     "wanted_curvatures",
 ]
 
 Source = Initializer | FromArray | MatrixLike
 Params = Mapping[str, Source] | Sequence[Source]
+ParamGroups = (
+    Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]] | Iterable[Any]
+)
 
 
 def named_sources(params: Params) -> dict[str, Initializer | FromArray]:
@@ -55,13 +63,15 @@ def named_sources(params: Params) -> dict[str, Initializer | FromArray]:
     return {name: as_initializer(source) for name, source in items.items()}
 
 
-def dialect_of(convention: Convention | None, bias_correction: BiasCorrection | None) -> Convention:
+def dialect_of(
+    convention: Convention | None, bias_correction: BiasCorrection | None, default: Convention = DSA_ADAM
+) -> Convention:
     """Return the convention in force.
 
     Raises:
         ValueError: the two arguments contradict each other.
     """
-    base = DSA_ADAM if convention is None else convention
+    base = default if convention is None else convention
     if bias_correction is None or bias_correction == base.bias_correction:
         return base
     if convention is not None:
@@ -122,6 +132,79 @@ def held_tensor(source: Initializer | FromArray, retain: bool) -> torch.Tensor:
         stacklevel=4,
     )
     return torch.empty(0)
+
+
+def named_groups(params: ParamGroups) -> list[dict[str, Any]]:
+    """Return parameter groups as torch's optimizers take them.
+
+    Beside what torch accepts, a list of iterables of parameters is one group of all of them.
+
+    Raises:
+        TypeError: a parameter is not a tensor.
+        ValueError: there is none, or one can't be a table of sparse gradients.
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params is a tensor: pass an iterable of parameters, or of groups")
+    items = list(params)
+    if not items:
+        raise ValueError("params holds no parameter: pass at least one")
+    groups = [dict(item) for item in items if isinstance(item, dict)] or [{"params": items}]
+    if len(groups) not in (1, len(items)):
+        raise TypeError("params mixes groups and parameters: pass either")
+    for group in groups:
+        group["params"] = list(_flat(group["params"]))
+        for member in group["params"]:
+            _require_table_shape(*member if isinstance(member, tuple) else (None, member))
+    return groups
+
+
+def _flat(members: Any) -> Iterator[Any]:  # noqa: ANN401 - nested iterables of unchecked members
+    if isinstance(members, torch.Tensor) or _is_named(members):
+        yield members
+    elif isinstance(members, Iterable) and not isinstance(members, str):
+        for member in members:
+            yield from _flat(member)
+    else:
+        raise TypeError(
+            f"{members!r} is not a parameter: pass tensors, (name, tensor) pairs, or iterables of them"
+        )
+
+
+def _is_named(member: object) -> bool:
+    return isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str)
+
+
+def _require_table_shape(name: str | None, parameter: torch.Tensor) -> None:
+    if not isinstance(parameter, torch.Tensor):
+        raise TypeError(f"{parameter!r} is not a parameter: pass tensors")
+    if parameter.layout != torch.strided or parameter.dim() != 2 or not parameter.is_floating_point():
+        what = "a parameter" if name is None else f"the parameter {name!r}"
+        raise ValueError(
+            f"{what} of shape {tuple(parameter.shape)} and dtype {parameter.dtype} can't be a table: sparse "
+            "gradients come from 2-D floating tensors of "
+            "embeddings; hand other parameters to another optimizer (dsa.split_parameters(model) gives both "
+            "lists)"
+        )
+
+
+def require_second_moment(state: StateDirectory, table: Table, second_moment: str) -> None:
+    """Make a table's second moment mean what the optimizer computes, if it still may.
+
+    Raises:
+        StateMismatchError: its records have another layout, or it has been trained with another meaning.
+    """
+    if table.second_moment == second_moment:
+        return
+    fresh = table.steps == 0 and "row" not in (table.second_moment, second_moment)
+    if not fresh:
+        raise StateMismatchError(
+            f"table {table.name!r} holds second_moment={table.second_moment!r} but the optimizer computes "
+            f"{second_moment!r}: pass "
+            f"second_moment={table.second_moment!r} to it (a DiskEmbedding made with state='rowwise_adam' "
+            "goes with 'row')"
+        )
+    table.second_moment = second_moment
+    state.mark_change(state.change)
 
 
 def named_table(tables: Mapping[str, Table], name: str | None) -> Table:

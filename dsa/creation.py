@@ -15,7 +15,7 @@ from dsa.backends.memmap import Allocate, MemmapBackend, Stride, file_bytes
 from dsa.errors import DiskSpaceError
 from dsa.init import FromArray, Initializer
 from dsa.journal import Journal
-from dsa.metadata import METADATA_NAME, Metadata, table_file_name, write_metadata
+from dsa.metadata import DURABILITIES, METADATA_NAME, Metadata, table_file_name, write_metadata
 from dsa.schema import Schema
 from dsa.state import StateDirectory
 from dsa.table import Table
@@ -27,6 +27,7 @@ __all__ = [
     "Durability",
     "Queue",
     "Storage",
+    "StorageChoice",
     "TableSpec",
     "add_table",
     "create_state",
@@ -96,6 +97,34 @@ class Storage:
     stride: Stride = None
     durability: Durability = "process"
     queue: Queue | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StorageChoice:
+    """Storage options of which some are left to the default, or to whoever opens the directory first.
+
+    Args:
+        allocate: See `Storage`; likewise the others.
+        stride: See `Storage`.
+        durability: See `Storage`.
+        queue: See `Storage`.
+    """
+
+    allocate: Allocate | None = None
+    stride: Stride = None
+    durability: Durability | None = None
+    queue: Queue | None = None
+
+    def complete(self) -> Storage:
+        """Return the options with the defaults filled in.
+
+        Raises:
+            ValueError: an option is not known.
+        """
+        if self.durability is not None and self.durability not in DURABILITIES:
+            raise ValueError(f"durability={self.durability!r} is not known: use one of {DURABILITIES}")
+        return Storage(self.allocate or "reserve", self.stride, self.durability or "process", self.queue)
 
 
 def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage, freed: int = 0) -> None:

@@ -22,7 +22,7 @@ from dsa.schema import Records, Rows
 from dsa.state import StateDirectory
 from dsa.table import Table, blank_records, corrupt_row
 
-__all__ = ["change_curvature", "finish_change", "implausible_rows", "reproject"]
+__all__ = ["change_curvature", "finish_change", "implausible_rows", "reproject", "write_weights"]
 
 
 def change_curvature(
@@ -83,6 +83,22 @@ def reproject(state: StateDirectory, table: Table) -> int:
             stacklevel=4,
         )
     return projected
+
+
+def write_weights(state: StateDirectory, table: Table, rows: Rows, weights: NDArray[np.float32]) -> None:
+    """Set the weights of some rows in one transaction; their moments and counters stay.
+
+    Args:
+        state: The state of the table.
+        table: The table.
+        rows: ``(B,)`` int64, strictly increasing, inside the table.
+        weights: ``(B, D)`` float32, finite and inside the table's space.
+    """
+    (memory,) = state.begin(state.progress(), [(table, rows)])
+    table.backend.read(rows, memory)
+    memory["w"] = weights
+    memory["s"] = state.global_step + 1
+    state.commit()
 
 
 def finish_change(state: StateDirectory) -> None:

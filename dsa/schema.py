@@ -174,7 +174,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def adam_schema(dim: int, *, second_moment_per: Per = "element") -> Schema:
+def adam_schema(dim: int, *, second_moment_per: Per = "element", weights: bool = True) -> Schema:
     """Return the record of Adam: weight, moments, counter, stamp.
 
     ``t`` counts the updates of the row. ``s`` is the stamp: 0 in a record that was never written, otherwise
@@ -184,15 +184,19 @@ def adam_schema(dim: int, *, second_moment_per: Per = "element") -> Schema:
     Args:
         dim: Elements of a row.
         second_moment_per: ``"row"`` stores one number of ``v`` per row (row-wise Adam).
+        weights: Whether the weights are part of the record, or stay with a parameter in memory.
 
     Example:
         >>> adam_schema(2, second_moment_per="row").dtype.itemsize
         28
+        >>> adam_schema(2, weights=False).names
+        ('m', 'v', 't', 's')
     """
+    weight = (Field("w", "float32", "element"),) if weights else ()
     return Schema(
         dim,
         (
-            Field("w", "float32", "element"),
+            *weight,
             Field("m", "float32", "element"),
             Field("v", "float32", second_moment_per),
             Field("t", "int32", "row"),

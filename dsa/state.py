@@ -53,6 +53,7 @@ class StateDirectory:
         self.global_step = metadata.global_step
         self.change: dict[str, Any] | None = metadata.change
         self.exclusive = threading.RLock()
+        self.claimed: set[str] = set()
         self.steps_taken = 0
         self._metadata = metadata
         self._lock: int | None = lock
@@ -67,6 +68,16 @@ class StateDirectory:
     def progress(self) -> Progress:
         """Return the counts, curvatures and pending change that the state stands at."""
         return progress_of(self._order, self.global_step, self.change)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the state can be used by this process."""
+        return self._lock is not None and os.getpid() == self._process
+
+    @property
+    def identity(self) -> str:
+        """The random name of this state."""
+        return self._metadata.identity
 
     @property
     def journal_bytes(self) -> int:

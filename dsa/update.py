@@ -23,7 +23,13 @@ _MIN_BLOCK_ROWS: Final = 64
 
 
 def compute_update(
-    table: Table, rows: Rows, grad: Floats, options: AdamOptions, records: Records, stamp: int
+    table: Table,
+    rows: Rows,
+    grad: Floats,
+    options: AdamOptions,
+    records: Records,
+    stamp: int,
+    weights: Floats | None = None,
 ) -> StepReport:
     """Compute the records that one step makes of a coalesced batch. Nothing is stored.
 
@@ -37,6 +43,7 @@ def compute_update(
         options: The options of this step.
         records: ``(B,)`` records, the memory for the result.
         stamp: The stamp of the new records.
+        weights: ``(B, D)`` float32, updated in place: the weights of records that hold none.
 
     Raises:
         CorruptRowError: a stored row of the batch holds implausible values.
@@ -49,7 +56,8 @@ def compute_update(
         for first in range(start, stop, block):
             part = slice(first, min(stop, first + block))
             read_records(table, rows[part], records[part])
-            reports.append((first, _step(table, records[part], grad[part], options, stamp)))
+            held = None if weights is None else weights[part]
+            reports.append((first, _step(table, records[part], grad[part], options, stamp, held)))
         return reports
 
     report = merge_reports(chain.from_iterable(run_slices(run, len(rows))))
@@ -58,9 +66,11 @@ def compute_update(
     return report
 
 
-def _step(table: Table, records: Records, grad: Floats, options: AdamOptions, stamp: int) -> StepReport:
+def _step(
+    table: Table, records: Records, grad: Floats, options: AdamOptions, stamp: int, weights: Floats | None
+) -> StepReport:
     if table.k == 0.0:
-        return adam_step(records, grad, options, stamp=stamp, step=table.steps + 1)
+        return adam_step(records, grad, options, stamp=stamp, step=table.steps + 1, weights=weights)
     return riemannian_adam_step(records, grad, options, k=table.k, stamp=stamp, step=table.steps + 1)
 
 

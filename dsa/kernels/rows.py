@@ -18,6 +18,7 @@ __all__ = [
     "merge_duplicates",
     "scatter_words",
     "sort_stable",
+    "unique_inverse",
 ]
 
 _MAGNITUDE: Final = np.int32(0x7FFFFFFF)
@@ -115,3 +116,32 @@ def scatter_words(table: Words, rows: Rows, words: Words) -> None:
         source = words[p]
         for j in range(width):
             target[j] = source[j]
+
+
+def unique_inverse(rows: Rows) -> tuple[Rows, NDArray[np.int64]]:
+    """Return the distinct ones of rows >= 0, increasing, and each given row's position among them.
+
+    Example:
+        >>> unique_inverse(np.array([7, 3, 7]))
+        (array([3, 7]), array([1, 0, 1]))
+    """
+    if len(rows) == 0:
+        return rows, rows
+    _, highest, increasing = inspect_rows(rows)
+    if increasing:
+        return rows, np.arange(len(rows))
+    unique, inverse = np.empty_like(rows), np.empty_like(rows)
+    count = _number_distinct(rows, sort_stable(rows, highest), unique, inverse)
+    return unique[:count], inverse
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _number_distinct(rows: Rows, order: Rows, unique: Rows, inverse: Rows) -> int:
+    count = 0
+    for p in range(order.shape[0]):
+        row = rows[order[p]]
+        if count == 0 or unique[count - 1] != row:
+            unique[count] = row
+            count += 1
+        inverse[order[p]] = count - 1
+    return count

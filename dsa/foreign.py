@@ -1,0 +1,72 @@
+"""Taking over the state of other optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from dsa.init import FromArray
+from dsa.state import StateDirectory
+from dsa.table import Table
+
+__all__ = ["import_sparse_adam"]
+
+_KEYS: Final = {"step", "exp_avg", "exp_avg_sq"}
+_BLOCK_BYTES: Final = 4 << 20
+
+
+def import_sparse_adam(state: StateDirectory, tables: Sequence[Table], foreign: Any) -> None:  # noqa: ANN401 - unchecked input
+    """Write the moments of a `torch.optim.SparseAdam` into tables, and its step into every row's counter.
+
+    Args:
+        state: The state of the tables.
+        tables: One per parameter, in the optimizer's order.
+        foreign: The ``"state"`` of its state dict.
+
+    Raises:
+        ValueError: entries are missing, unknown, or of another shape; nothing has changed.
+    """
+    entries = [_checked(foreign, index, table) for index, table in enumerate(tables)]
+    for table, (step, first, second) in zip(tables, entries, strict=True):
+        rows_per_block = max(1, _BLOCK_BYTES // table.backend.schema.dtype.itemsize)
+        for (start, m), (_, v) in zip(
+            first.blocks(rows_per_block), second.blocks(rows_per_block), strict=True
+        ):
+            rows = np.arange(start, start + len(m))
+            (memory,) = state.begin(state.progress(), [(table, rows)])
+            table.backend.read(rows, memory)
+            memory["m"], memory["v"], memory["t"] = m, v, step
+            memory["s"] = state.global_step + 1
+            state.commit()
+        progress = state.progress()
+        index = state.index(table)
+        steps = (*progress.steps[:index], step, *progress.steps[index + 1 :])
+        state.begin(replace(progress, steps=steps), [])
+        state.commit()
+
+
+def _checked(foreign: Any, index: int, table: Table) -> tuple[int, FromArray, FromArray]:  # noqa: ANN401
+    entry = foreign.get(index) if isinstance(foreign, Mapping) else None
+    if not isinstance(entry, Mapping) or set(entry) != _KEYS:
+        found = sorted(entry) if isinstance(entry, Mapping) else "nothing"
+        raise ValueError(
+            f"the state dict holds {found} for parameter {index} ({table.name!r}) but torch.optim.SparseAdam "
+            f"stores {sorted(_KEYS)}: pass one of "
+            "SparseAdam, or one of DiskSparseAdam"
+        )
+    shape = (len(table), table.dim)
+    for key in ("exp_avg", "exp_avg_sq"):
+        if tuple(entry[key].shape) != shape:
+            raise ValueError(
+                f"{key!r} of parameter {index} is {tuple(entry[key].shape)} but table {table.name!r} is {shape}: pass "
+                "the state of the same model"
+            )
+    if table.backend.schema.field_bytes(table.backend.schema.fields[-3]) != 4 * table.dim:
+        raise ValueError(
+            f"table {table.name!r} stores one second moment per row, SparseAdam one per element: build the optimizer "
+            "with second_moment='coordinate'"
+        )
+    return int(entry["step"]), FromArray(entry["exp_avg"]), FromArray(entry["exp_avg_sq"])

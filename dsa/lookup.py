@@ -1,0 +1,127 @@
+"""Reading the rows of a table into autograd, and their gradients back out as sparse ones."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsa.coalesce import as_rows
+from dsa.disk_parameter import DiskParameter
+from dsa.kernels.rows import unique_inverse
+from dsa.kernels.threads import thread_limit
+from dsa.maintenance import write_weights
+from dsa.schema import Rows
+from dsa.table import read_weights
+from dsa.tensors import to_array
+
+__all__ = ["Lookup", "look_up"]
+
+
+class Lookup(NamedTuple):
+    """The distinct rows of a batch of ids.
+
+    Args:
+        values: ``(U, D)``, the rows' weights; requires a gradient where the parameter does.
+        inverse: int64 of the ids' shape: the position of each id among the distinct rows.
+        padding: The position of the padding row, or None.
+    """
+
+    values: torch.Tensor
+    inverse: torch.Tensor
+    padding: int | None
+
+
+def look_up(
+    weight: DiskParameter,
+    ids: torch.Tensor,
+    padding_idx: int | None,
+    max_norm: float | None,
+    norm_type: float,
+    training: bool,
+) -> Lookup:
+    """Read each distinct row of a batch once.
+
+    Args:
+        weight: The table's parameter.
+        ids: Integers of any shape, on any device.
+        padding_idx: The row that gets no gradient.
+        max_norm: Rows with a larger norm are scaled down to it; while training that is written to the table.
+        norm_type: The p of that norm.
+        training: Whether the table may be written.
+
+    Raises:
+        RowIndexError, RowTypeError: the ids can't be used.
+        CorruptRowError: a stored row is implausible.
+    """
+    table, state = weight.table, weight.state
+    rows = as_rows(to_array(ids).reshape(-1), len(table), table.name)
+    unique, inverse = unique_inverse(rows)
+    state.require_open()
+    with state.exclusive, thread_limit(torch.get_num_threads()):
+        state.settle()
+        values = read_weights(table, unique)
+        if max_norm is not None:
+            changed = _clip(values, max_norm, norm_type)
+            if training and len(changed):
+                write_weights(state, table, unique[changed], values[changed])
+    gathered = _onto(torch.from_numpy(values), weight)
+    if torch.is_grad_enabled() and weight.requires_grad:
+        gathered = _Gather.apply(  # type: ignore[no-untyped-call]
+            weight, gathered, unique, padding_idx
+        )
+    positions = _onto_device(torch.from_numpy(inverse), weight.device).reshape(ids.shape)
+    return Lookup(gathered, positions, _position(unique, padding_idx))
+
+
+class _Gather(torch.autograd.Function):
+    """Passes gathered rows on; turns their gradient into a sparse gradient of the whole table."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's context
+        weight: DiskParameter,
+        gathered: torch.Tensor,
+        rows: Rows,
+        padding_idx: int | None,
+    ) -> torch.Tensor:
+        ctx.rows, ctx.padding_idx, ctx.size = rows, padding_idx, tuple(weight.shape)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # noqa: ANN401
+        rows: Rows = ctx.rows
+        padding = _position(rows, ctx.padding_idx)
+        if padding is not None:
+            kept = np.flatnonzero(np.arange(len(rows)) != padding)
+            rows, grad = rows[kept], grad[_onto_device(torch.from_numpy(kept), grad.device)]
+        indices = _onto_device(torch.from_numpy(rows), grad.device)[None]
+        sparse = torch.sparse_coo_tensor(indices, grad, ctx.size, check_invariants=False, is_coalesced=True)
+        return sparse, None, None, None
+
+
+def _clip(values: NDArray[np.float32], max_norm: float, norm_type: float) -> NDArray[np.int64]:
+    """Scale rows beyond `max_norm` down to it in place, as torch does, and return which they were."""
+    norms = np.linalg.norm(values.astype(np.float64), ord=norm_type, axis=1)
+    beyond = np.flatnonzero(norms > max_norm)
+    values[beyond] *= (max_norm / (norms[beyond] + 1e-7))[:, None].astype(np.float32)
+    return beyond
+
+
+def _position(rows: Rows, padding_idx: int | None) -> int | None:
+    if padding_idx is None:
+        return None
+    position = int(np.searchsorted(rows, padding_idx))
+    return position if position < len(rows) and rows[position] == padding_idx else None
+
+
+def _onto(values: torch.Tensor, weight: DiskParameter) -> torch.Tensor:
+    return _onto_device(values, weight.device).to(weight.dtype)
+
+
+def _onto_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)

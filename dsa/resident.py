@@ -1,0 +1,43 @@
+"""Weights that stay in memory while their state is on disk: taking rows out and putting them back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dsa.kernels.layout import Floats, Words
+from dsa.kernels.rows import gather_words, scatter_words
+from dsa.kernels.threads import run_slices
+from dsa.schema import Rows
+
+__all__ = ["put_rows", "take_rows"]
+
+
+def take_rows(parameter: torch.Tensor, rows: Rows) -> Floats:
+    """Return the rows of a parameter of any device and floating dtype as float32 ``(B, D)``."""
+    words = _words(parameter)
+    if words is None:
+        chosen = parameter.detach()[torch.from_numpy(rows).to(parameter.device)]
+        return np.ascontiguousarray(chosen.float().cpu().numpy())
+    taken = np.empty((len(rows), parameter.shape[1]), np.float32)
+    out = taken.view(np.int32)
+    run_slices(lambda start, stop: gather_words(words, rows[start:stop], out[start:stop]), len(rows))
+    return taken
+
+
+def put_rows(parameter: torch.Tensor, rows: Rows, weights: Floats) -> None:
+    """Replace rows of a parameter, rounded to its dtype, as an in-place operation that autograd notices."""
+    words = _words(parameter)
+    if words is None:
+        values = torch.from_numpy(weights).to(parameter.device, parameter.dtype)
+        parameter.detach().index_copy_(0, torch.from_numpy(rows).to(parameter.device), values)
+        return
+    source = weights.view(np.int32)
+    run_slices(lambda start, stop: scatter_words(words, rows[start:stop], source[start:stop]), len(rows))
+    torch.autograd.graph.increment_version(parameter)
+
+
+def _words(parameter: torch.Tensor) -> Words | None:
+    """Return the memory of a parameter that the kernels can work on, or None."""
+    plain = parameter.device.type == "cpu" and parameter.dtype == torch.float32 and parameter.is_contiguous()
+    return parameter.detach().numpy().view(np.int32) if plain else None
