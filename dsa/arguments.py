@@ -21,6 +21,7 @@ from dsa.table import Table
 __all__ = [
     "ParamGroups",
     "Params",
+    "checked_updates",
     "curvatures_of",
     "dialect_of",
     "held_tensor",
@@ -63,6 +64,22 @@ def named_sources(params: Params) -> dict[str, Initializer | FromArray]:
     return {name: as_initializer(source) for name, source in items.items()}
 
 
+def checked_updates(updates: object) -> list[tuple[str, Any]]:
+    """Return the pairs of a step by table name.
+
+    Raises:
+        TypeError: it is not ``{name: (indices, gradients)}``.
+    """
+    if not isinstance(updates, Mapping):
+        raise TypeError(f"updates is a {type(updates).__name__}: pass {{name: (indices, gradients)}}")
+    for name, pair in updates.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(
+                f"the update of table {name!r} is {type(pair).__name__}: pass a pair (indices, gradients)"
+            )
+    return list(updates.items())
+
+
 def dialect_of(
     convention: Convention | None, bias_correction: BiasCorrection | None, default: Convention = DSA_ADAM
 ) -> Convention:
@@ -72,6 +89,10 @@ def dialect_of(
         ValueError: the two arguments contradict each other.
     """
     base = default if convention is None else convention
+    if not isinstance(base, Convention):
+        raise TypeError(
+            f"convention={convention!r} is not one: pass one of dsa.conventions, or Convention(...)"
+        )
     if bias_correction is None or bias_correction == base.bias_correction:
         return base
     if convention is not None:
@@ -181,9 +202,8 @@ def _require_table_shape(name: str | None, parameter: torch.Tensor) -> None:
         what = "a parameter" if name is None else f"the parameter {name!r}"
         raise ValueError(
             f"{what} of shape {tuple(parameter.shape)} and dtype {parameter.dtype} can't be a table: sparse "
-            "gradients come from 2-D floating tensors of "
-            "embeddings; hand other parameters to another optimizer (dsa.split_parameters(model) gives both "
-            "lists)"
+            "gradients come from 2-D floating tensors of embeddings; hand other parameters to another "
+            "optimizer (dsa.split_parameters(model) gives both lists)"
         )
 
 
@@ -199,9 +219,8 @@ def require_second_moment(state: StateDirectory, table: Table, second_moment: st
     if not fresh:
         raise StateMismatchError(
             f"table {table.name!r} holds second_moment={table.second_moment!r} but the optimizer computes "
-            f"{second_moment!r}: pass "
-            f"second_moment={table.second_moment!r} to it (a DiskEmbedding made with state='rowwise_adam' "
-            "goes with 'row')"
+            f"{second_moment!r}: pass second_moment={table.second_moment!r} to it (a DiskEmbedding made with "
+            "state='rowwise_adam' goes with 'row')"
         )
     table.second_moment = second_moment
     state.mark_change(state.change)

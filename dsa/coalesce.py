@@ -57,8 +57,7 @@ def as_rows(indices: NDArray[Any], rows: int, table: str) -> Rows:
         wrong = indices[(checked < 0) | (checked >= rows)][0]
         raise RowIndexError(
             f"index {int(wrong)} is outside table {table!r}, whose rows are 0 to {rows - 1}: drop padding "
-            "entries such as -1 "
-            "before the step, or make the table larger"
+            "entries such as -1 before the step, or make the table larger"
         )
     return checked
 
@@ -87,8 +86,7 @@ def as_gradient(grad: NDArray[Any], count: int, dim: int, table: str) -> Floats:
     if grad.shape != (count, dim):
         raise GradientError(
             f"the gradient for table {table!r} has shape {grad.shape} but {count} indices of a table with "
-            f"{dim} elements a row "
-            f"need {(count, dim)}: pass one gradient row for each index"
+            f"{dim} elements a row need {(count, dim)}: pass one gradient row for each index"
         )
     with np.errstate(over="ignore"):
         checked = np.ascontiguousarray(grad, dtype=np.float32)
@@ -96,8 +94,7 @@ def as_gradient(grad: NDArray[Any], count: int, dim: int, table: str) -> Floats:
     if position >= 0:
         raise GradientError(
             f"the gradient for table {table!r} holds a value that float32 can't represent in row {position} "
-            "of the batch: nothing was "
-            "changed; skip the batch, clip the gradient or lower the learning rate"
+            "of the batch: nothing was changed; skip the batch, clip the gradient or lower the learning rate"
         )
     return checked
 

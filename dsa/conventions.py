@@ -13,7 +13,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal, final
 
-__all__ = ["DSA_ADAM", "TORCH_SPARSE_ADAM", "AdamOptions", "Convention"]
+__all__ = [
+    "DSA_ADAM",
+    "TORCH_SPARSE_ADAM",
+    "AdamOptions",
+    "BiasCorrection",
+    "Convention",
+    "EpsPlacement",
+    "SecondMoment",
+    "VTransport",
+    "WeightDecayMode",
+]
 
 BiasCorrection = Literal["row", "parameter"]
 EpsPlacement = Literal["corrected", "uncorrected"]

@@ -30,7 +30,9 @@ __all__ = [
     "StorageChoice",
     "TableSpec",
     "add_table",
+    "check_sources",
     "create_state",
+    "make_table",
     "require_space",
     "start",
 ]
@@ -40,6 +42,7 @@ Durability = Literal["process", "power", "none"]
 JOURNAL_NAME: Final = "dsa.journal"
 # Entries that are let go after each step use the same memory again and again: it stays in the cache if it is
 # small.
+_CHECK_BYTES: Final = 8 << 20
 _HOT_BYTES: Final = 1 << 20
 _RETAINING_BYTES: Final = 64 << 20
 
@@ -124,17 +127,31 @@ class StorageChoice:
         """
         if self.durability is not None and self.durability not in DURABILITIES:
             raise ValueError(f"durability={self.durability!r} is not known: use one of {DURABILITIES}")
+        if self.allocate not in (None, "reserve", "sparse"):
+            raise ValueError(f"allocate={self.allocate!r} is not known: use 'reserve' or 'sparse'")
         return Storage(self.allocate or "reserve", self.stride, self.durability or "process", self.queue)
 
 
 def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage, freed: int = 0) -> None:
     """Raise `DiskSpaceError` when tables with reserved space don't fit, counting `freed` bytes as free."""
+    needed = sum(file_bytes(spec.source.rows, spec.schema, storage.stride) for spec in specs)
     if storage.allocate != "reserve":
         return
-    needed = sum(file_bytes(spec.source.rows, spec.schema, storage.stride) for spec in specs)
     available = system.available_bytes(path) + freed
     if needed > available:
         raise DiskSpaceError(needed, available, str(path))
+
+
+def check_sources(specs: Sequence[TableSpec]) -> None:
+    """Read every array of first weights once, before older state is removed for them.
+
+    Raises:
+        ValueError: one holds a value that is not finite.
+    """
+    for spec in specs:
+        if isinstance(spec.source, FromArray):
+            for _ in spec.source.blocks(max(1, _CHECK_BYTES // (4 * spec.source.dim))):
+                pass
 
 
 def create_state(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage) -> StateDirectory:

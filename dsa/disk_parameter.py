@@ -16,7 +16,8 @@ __all__ = ["DiskParameter"]
 # weights that are not there.
 _HARMLESS: Final = frozenset(
     {
-        "__delete__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward", "dim", "element_size",
+        "__delete__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward", "dim",
+        "element_size",
         "get_device", "has_names", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_neg",
         "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
         "requires_grad_", "retain_grad", "size", "stride",
@@ -70,8 +71,8 @@ class DiskParameter(torch.nn.Parameter):
         if name not in _HARMLESS:
             raise RuntimeError(
                 f"{name!r} was called on the weight of a table on disk, which has no values in memory: use "
-                "the rows that the module's "
-                "forward returns, and penalise or tie those instead of the whole table"
+                "the rows that the module's forward returns, and penalise or tie those instead of the whole "
+                "table"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -84,7 +85,7 @@ class DiskParameter(torch.nn.Parameter):
             if self.grad is not None:
                 self.grad = convert(self.grad)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the text to print
         rows, dim = len(self.table), self.table.dim
         return f"DiskParameter({self.table.name!r}: {rows} x {dim} in {str(self.state.path)!r})"
 
@@ -96,7 +97,6 @@ class DiskParameter(torch.nn.Parameter):
 
 
 _COPYING: Final = (
-    "the weight of a table on disk can't be copied or pickled: two owners would write to one directory; save "
-    "the module's state_dict(), which refers to "
-    "the directory, or copy the directory when it is closed"
+    "the weight of a table on disk can't be copied or pickled: two owners would write to one directory; "
+    "save the module's state_dict(), which refers to the directory, or copy the directory when it is closed"
 )

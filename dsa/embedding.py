@@ -14,10 +14,12 @@ from dsa.arguments import layout_of_backend
 from dsa.backends.memmap import Allocate, Memmap
 from dsa.creation import Durability, Queue, StorageChoice, TableSpec
 from dsa.disk_parameter import DiskParameter
+from dsa.errors import StateMismatchError
 from dsa.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
 from dsa.lookup import look_up
 from dsa.maintenance import write_weights
 from dsa.manifolds import manifold_of
+from dsa.reference import check_reference, reference_to
 from dsa.schema import adam_schema
 from dsa.sharing import join_table
 
@@ -59,7 +61,8 @@ class _DiskModule(torch.nn.Module):
             )
         if max_norm is not None and spec.k > 0.0:
             raise ValueError(
-                f"max_norm={max_norm!r} is a Euclidean norm and means nothing on a ball (k={spec.k!r}): leave it out"
+                f"max_norm={max_norm!r} is a Euclidean norm and means nothing on a ball (k={spec.k!r}): "
+                "leave it out"
             )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -111,17 +114,8 @@ class _DiskModule(torch.nn.Module):
         self.weight.move(fn)
         return self
 
-    def _reference(self) -> dict[str, Any]:
-        state = self.weight.state
-        return {
-            "directory": str(state.path),
-            "identity": state.identity,
-            "table": self.weight.table.name,
-            "step": state.global_step,
-        }
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "_extra_state"] = self._reference()
+        destination[prefix + "_extra_state"] = reference_to(self.weight.state, [self.weight.table.name])
 
     def _load_from_state_dict(
         self,
@@ -138,17 +132,11 @@ class _DiskModule(torch.nn.Module):
             self._load_weights(state_dict[prefix + "weight"], error_msgs)
         elif reference is None:
             missing_keys.append(prefix + "_extra_state")
-        elif (reference["identity"], reference["step"]) != (
-            self.weight.state.identity,
-            self.weight.state.global_step,
-        ):
-            error_msgs.append(
-                f"the saved module refers to step {reference['step']} of the state in "
-                f"{reference['directory']!r} (identity {reference['identity']}) but the "
-                f"open one in {str(self.weight.state.path)!r} is at step {self.weight.state.global_step} "
-                f"(identity {self.weight.state.identity}): open the "
-                "directory that belongs to it"
-            )
+        else:
+            try:
+                check_reference(self.weight.state, [self.weight.table.name], reference)
+            except StateMismatchError as error:
+                error_msgs.append(str(error))
 
     def _load_weights(self, weights: torch.Tensor, error_msgs: list[str]) -> None:
         shape = (self.num_embeddings, self.embedding_dim)
@@ -363,7 +351,16 @@ class DiskEmbeddingBag(_DiskModule):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return one reduced row per bag ``(B, D)``; the arguments are `torch.nn.EmbeddingBag`'s."""
+        """Return one reduced row per bag.
+
+        Args:
+            input: Ids: 1-D with `offsets`, or 2-D with one bag per row.
+            offsets: Where each bag starts in a 1-D `input`.
+            per_sample_weights: A factor for each id, of the shape of `input`; for mode ``"sum"``.
+
+        Returns:
+            ``(bags, D)``.
+        """
         found = look_up(self.weight, input, self.padding_idx, self.max_norm, self.norm_type, self.training)
         return functional.embedding_bag(
             found.inverse,

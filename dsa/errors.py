@@ -102,9 +102,8 @@ class DiskSpaceError(DSAError, OSError):
         super().__init__(
             errno.ENOSPC,
             f"{needed:,} bytes are needed in {where!r} but only {available:,} are available: free space, "
-            "choose "
-            "another directory, store fewer fields, or pass allocate='sparse' if few rows will ever be "
-            "touched",
+            "choose another directory, store fewer fields, or pass allocate='sparse' if few rows will ever "
+            "be touched",
         )
         self.needed = needed
         self.available = available

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import final
 
 from dsa.backends.memmap import Memmap, file_bytes
+from dsa.conventions import AdamOptions, SecondMoment
 from dsa.schema import adam_schema
 
 __all__ = ["Estimate", "estimate"]
@@ -30,7 +32,7 @@ class Estimate:
 
 
 def estimate(
-    rows: int, dim: int, *, second_moment: str = "coordinate", backend: Memmap | None = None
+    rows: int, dim: int, *, second_moment: SecondMoment = "coordinate", backend: Memmap | None = None
 ) -> Estimate:
     """Return what a table of Adam's state will take on disk.
 
@@ -44,8 +46,10 @@ def estimate(
         >>> estimate(10_000_000, 128).fields["w"], estimate(10_000_000, 128).logical
         (5120000000, 15400000000)
     """
+    rows = operator.index(rows)
     if rows < 1:
         raise ValueError(f"rows={rows!r} is out of range: a table has at least one row")
+    AdamOptions(lr=0.0, second_moment=second_moment)
     schema = adam_schema(dim, second_moment_per="row" if second_moment == "row" else "element")
     fields = {field.name: rows * schema.field_bytes(field) for field in schema.fields}
     logical = sum(fields.values()) - fields["s"]

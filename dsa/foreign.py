@@ -10,7 +10,7 @@ import numpy as np
 
 from dsa.init import FromArray
 from dsa.state import StateDirectory
-from dsa.table import Table
+from dsa.table import Table, stamp_of
 
 __all__ = ["import_sparse_adam"]
 
@@ -39,7 +39,7 @@ def import_sparse_adam(state: StateDirectory, tables: Sequence[Table], foreign: 
             (memory,) = state.begin(state.progress(), [(table, rows)])
             table.backend.read(rows, memory)
             memory["m"], memory["v"], memory["t"] = m, v, step
-            memory["s"] = state.global_step + 1
+            memory["s"] = stamp_of(state.global_step)
             state.commit()
         progress = state.progress()
         index = state.index(table)
@@ -54,19 +54,18 @@ def _checked(foreign: Any, index: int, table: Table) -> tuple[int, FromArray, Fr
         found = sorted(entry) if isinstance(entry, Mapping) else "nothing"
         raise ValueError(
             f"the state dict holds {found} for parameter {index} ({table.name!r}) but torch.optim.SparseAdam "
-            f"stores {sorted(_KEYS)}: pass one of "
-            "SparseAdam, or one of DiskSparseAdam"
+            f"stores {sorted(_KEYS)}: pass one of SparseAdam, or one of DiskSparseAdam"
         )
     shape = (len(table), table.dim)
     for key in ("exp_avg", "exp_avg_sq"):
         if tuple(entry[key].shape) != shape:
             raise ValueError(
-                f"{key!r} of parameter {index} is {tuple(entry[key].shape)} but table {table.name!r} is {shape}: pass "
-                "the state of the same model"
+                f"{key!r} of parameter {index} is {tuple(entry[key].shape)} but table {table.name!r} is "
+                f"{shape}: pass the state of the same model"
             )
     if table.backend.schema.field_bytes(table.backend.schema.fields[-3]) != 4 * table.dim:
         raise ValueError(
-            f"table {table.name!r} stores one second moment per row, SparseAdam one per element: build the optimizer "
-            "with second_moment='coordinate'"
+            f"table {table.name!r} stores one second moment per row, SparseAdam one per element: build the "
+            "optimizer with second_moment='coordinate'"
         )
     return int(entry["step"]), FromArray(entry["exp_avg"]), FromArray(entry["exp_avg_sq"])

@@ -60,8 +60,8 @@ class FromArray:
             )
         if len(shape) != 2 or 0 in shape:
             raise ValueError(
-                f"the array has shape {tuple(shape)!r}: a table is 2-D, (rows, dim), with at least one "
-                "row and one element, so reshape the array"
+                f"the array has shape {tuple(shape)!r}: a table is 2-D, (rows, dim), with at least one row "
+                "and one element, so reshape the array"
             )
         if _is_tensor(self.array):
             _check_tensor(self.array)

@@ -150,7 +150,13 @@ class Uniform:
             )
 
     def fill(self, keys: Keys, out: Weights, positions: Keys | None = None) -> None:
-        """Write the weights of some rows, as `Normal.fill` does."""
+        """Write the weights of some rows, as `Normal.fill` does.
+
+        Args:
+            keys: ``(H,)`` int64, as for `Normal.fill`.
+            out: ``(B, D)`` float32, written in place.
+            positions: ``(H,)`` int64 or None, as for `Normal.fill`.
+        """
         _check_dim(self.dim, out)
         fill_uniform(keys, self.seed, out, low=self.low, high=self.high, positions=positions)
 
@@ -184,7 +190,13 @@ class Zeros:
         _normalise(self)
 
     def fill(self, keys: Keys, out: Weights, positions: Keys | None = None) -> None:
-        """Write zeros, with the arguments of `Normal.fill`."""
+        """Write zeros.
+
+        Args:
+            keys: ``(H,)`` int64, as for `Normal.fill`.
+            out: ``(B, D)`` float32, written in place.
+            positions: ``(H,)`` int64 or None, as for `Normal.fill`.
+        """
         _check_dim(self.dim, out)
         out[checked_positions(keys, out, positions)] = 0.0
 

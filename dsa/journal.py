@@ -290,6 +290,5 @@ class Journal:
 def _corrupt(path: Path, what: str) -> StateCorruptError:
     return StateCorruptError(
         f"the journal {str(path)!r} {what}, so that the last steps can't be told whole: restore the "
-        "directory from a "
-        "copy, or pass resume=False to start over"
+        "directory from a copy, or pass resume=False to start over"
     )

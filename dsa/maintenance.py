@@ -20,7 +20,7 @@ from dsa.kernels.checks import first_implausible
 from dsa.manifolds import Euclidean, manifold_of
 from dsa.schema import Records, Rows
 from dsa.state import StateDirectory
-from dsa.table import Table, blank_records, corrupt_row
+from dsa.table import Table, blank_records, corrupt_row, stamp_of
 
 __all__ = ["change_curvature", "finish_change", "implausible_rows", "reproject", "write_weights"]
 
@@ -63,13 +63,14 @@ def reproject(state: StateDirectory, table: Table) -> int:
     """
     projected = reset = 0
     space = table.space if state.change is None else Euclidean()
-    for rows, records in _written(table, 0):
+    for first, records in table.backend.scan(0, len(table)):
+        rows = np.arange(first, first + len(records))
         broken = implausible_rows(records)
         records[broken] = blank_records(table, int(broken.sum()), 1 if table.initializer is None else 0)
         weights, outside = space.project(records["w"].astype(np.float64))
         records["w"][outside] = weights[outside]
         moved = broken | outside
-        records["s"][moved & (records["s"] > 0)] = state.global_step + 1
+        records["s"][moved & (records["s"] > 0)] = stamp_of(state.global_step)
         if moved.any():
             _store(state, table, rows[moved], records[moved], state.change)
         projected += int(outside.sum())
@@ -77,8 +78,7 @@ def reproject(state: StateDirectory, table: Table) -> int:
     if reset:
         warnings.warn(
             f"{reset} rows of table {table.name!r} held implausible values and were reset: if that is "
-            "unexpected, check "
-            "the disk",
+            "unexpected, check the disk",
             StateWarning,
             stacklevel=4,
         )
@@ -97,7 +97,7 @@ def write_weights(state: StateDirectory, table: Table, rows: Rows, weights: NDAr
     (memory,) = state.begin(state.progress(), [(table, rows)])
     table.backend.read(rows, memory)
     memory["w"] = weights
-    memory["s"] = state.global_step + 1
+    memory["s"] = stamp_of(state.global_step)
     state.commit()
 
 
@@ -115,7 +115,7 @@ def finish_change(state: StateDirectory) -> None:
     for rows, records in _written(task.table, int(change.get("done", 0))):
         _require_plausible(task.table, rows, records)
         changed = task.transform(records)
-        changed["s"] = state.global_step + 1
+        changed["s"] = stamp_of(state.global_step)
         _store(state, task.table, rows, changed, {**change, "done": int(rows[-1]) + 1})
     progress = state.progress().with_change(None).with_curvature(state.index(task.table), task.k)
     state.begin(progress, [])

@@ -17,7 +17,7 @@ from dsa.errors import StateCorruptError
 from dsa.kernels.geodesic import BALL_EPS
 from dsa.kernels.poincare import exp_transport
 
-__all__ = ["BALL_EPS", "Euclidean", "Manifold", "PoincareBall", "manifold_of"]
+__all__ = ["BALL_EPS", "Euclidean", "Manifold", "PoincareBall", "curvature_from_json", "manifold_of"]
 
 Doubles = NDArray[np.float64]
 

@@ -95,7 +95,7 @@ def write_metadata(directory: Path, metadata: Metadata) -> None:
     """Replace ``dsa.json`` durably."""
     content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(metadata)}
     document = {"content": content, "crc32": _checksum(content)}
-    write_atomically(directory / METADATA_NAME, json.dumps(document, indent=1).encode() + b"\n")
+    write_atomically(directory / METADATA_NAME, json.dumps(document, indent=1).encode())
 
 
 def read_metadata(directory: Path) -> Metadata | None:
@@ -136,7 +136,7 @@ def _validated(path: Path, content: dict[str, Any]) -> Metadata:
             and isinstance(metadata.identity, str)
             and isinstance(metadata.global_step, int)
             and metadata.global_step >= 0
-            and all(isinstance(table, dict) for table in metadata.tables)
+            and all(_is_table(table) for table in metadata.tables)
             and (metadata.change is None or isinstance(metadata.change, dict))
             and metadata.durability in DURABILITIES
         )
@@ -145,6 +145,25 @@ def _validated(path: Path, content: dict[str, Any]) -> Metadata:
     if not good:
         raise _corrupt(path, "lacks entries that every state has")
     return metadata
+
+
+def _is_table(table: Any) -> bool:  # noqa: ANN401 - JSON is untyped until it has been checked here
+    if not isinstance(table, dict):
+        return False
+    kinds = {
+        "name": str,
+        "k": float | int,
+        "steps": int,
+        "second_moment": str,
+        "init_max_norm_fraction": float | int,
+    }
+    known = all(isinstance(table.get(key), kind) for key, kind in kinds.items())
+    backend = table.get("backend")
+    if not known or not isinstance(backend, dict):
+        return False
+    return isinstance(backend.get("schema"), dict) and all(
+        isinstance(backend.get(key), int) for key in ("rows", "stride")
+    )
 
 
 def _checksum(content: dict[str, Any]) -> str:

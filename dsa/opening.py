@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsa import system
-from dsa.creation import JOURNAL_NAME, Durability, Queue, Storage, TableSpec, create_state, require_space
+from dsa.creation import (
+    JOURNAL_NAME,
+    Durability,
+    Queue,
+    Storage,
+    TableSpec,
+    check_sources,
+    create_state,
+    require_space,
+)
 from dsa.errors import (
     StateCorruptError,
     StateExistsError,
@@ -62,7 +71,11 @@ def open_state(
         StateLockedError: another process holds the directory.
         DiskSpaceError: there is not enough room for new tables.
     """
-    path = Path(directory)
+    if resume not in (None, True, False) or (isinstance(resume, int) and not isinstance(resume, bool)):
+        raise TypeError(f"resume={resume!r} is not a choice: pass None, True or False")
+    path = Path(directory).absolute()
+    if resume and not path.is_dir():
+        raise _nothing_to_resume(path)
     path.mkdir(parents=True, exist_ok=True)
     lock = _take_lock(path)
     try:
@@ -72,10 +85,7 @@ def open_state(
         _refuse_leftovers(path, stored)
         if stored is None:
             if resume:
-                raise StateNotFoundError(
-                    f"there is no state to resume in {str(path)!r}: pass resume=None to start there, or "
-                    "correct the path"
-                )
+                raise _nothing_to_resume(path)
             return create_state(path, lock, specs, storage)
         _refuse_unfinished(path, stored)
         if resume is None:
@@ -88,6 +98,12 @@ def open_state(
         raise
 
 
+def _nothing_to_resume(path: Path) -> StateNotFoundError:
+    return StateNotFoundError(
+        f"there is no state to resume in {str(path)!r}: pass resume=None to start there, or correct the path"
+    )
+
+
 def _take_lock(path: Path) -> int:
     lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     if not system.lock_file(lock):
@@ -96,8 +112,7 @@ def _take_lock(path: Path) -> int:
         who = "this very process" if holder == str(os.getpid()) else f"process {holder or 'unknown'}"
         raise StateLockedError(
             f"the state directory {str(path)!r} is in use by {who}: close the optimizer that holds it, end "
-            "that "
-            "process, or choose another directory"
+            "that process, or choose another directory"
         )
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())
@@ -110,8 +125,7 @@ def _refuse_leftovers(path: Path, stored: Metadata | None) -> None:
     if stored is None and files:
         raise StateCorruptError(
             f"{str(path)!r} holds the table file {files[0].name!r} but no {METADATA_NAME}: restore the "
-            "description "
-            "from a copy, or pass resume=False to start over"
+            "description from a copy, or pass resume=False to start over"
         )
 
 
@@ -120,8 +134,7 @@ def _refuse_legacy(path: Path) -> None:
     if legacy:
         raise StateMismatchError(
             f"{str(path)!r} holds state of an older release ({legacy[0].name!r}), which this one does not "
-            "read: "
-            "choose another directory, or move the old files away"
+            "read: choose another directory, or move the old files away"
         )
 
 
@@ -129,16 +142,13 @@ def _refuse_unfinished(path: Path, stored: Metadata) -> None:
     if stored.status == "creating":
         raise StateIncompleteError(
             f"the creation of the state in {str(path)!r} was interrupted ({stored.note}): nothing in it can "
-            "be used; "
-            "pass resume=False to start over"
+            "be used; pass resume=False to start over"
         )
     if stored.status == "open" and stored.change is not None and stored.durability == "none":
         raise StateIncompleteError(
             f"a change of the whole state in {str(path)!r} was interrupted ({stored.change}) and there is no "
-            "journal "
-            "to finish it by: some rows have it and others do not; restore the directory from a copy, or "
-            "pass "
-            "resume=False to start over"
+            "journal to finish it by: some rows have it and others do not; restore the directory from a "
+            "copy, or pass resume=False to start over"
         )
 
 
@@ -158,6 +168,7 @@ def _replace(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage
     files = owned_files(path)
     if not files and not (path / METADATA_NAME).exists():
         return create_state(path, lock, specs, storage)
+    check_sources(specs)
     require_space(path, specs, storage, freed=sum(_occupied(file) for file in files))
     warnings.warn(
         f"resume=False replaces the state in {str(path)!r}: what it held is lost", StateWarning, stacklevel=5

@@ -14,6 +14,7 @@ import torch
 from dsa import maintenance
 from dsa.arguments import (
     Params,
+    checked_updates,
     curvatures_of,
     dialect_of,
     held_tensor,
@@ -33,14 +34,14 @@ from dsa.conventions import (
     VTransport,
     WeightDecayMode,
 )
+from dsa.creation import Durability, Queue, StorageChoice
 from dsa.curvature import CurvatureMap
 from dsa.kernels.threads import thread_limit
-from dsa.metadata import DURABILITIES
-from dsa.opening import Durability, Queue, Storage, open_state
+from dsa.opening import open_state
 from dsa.prefetch import Prefetcher
 from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
-from dsa.table import Table, read_weights
+from dsa.table import Table, read_weights, stamp_of
 from dsa.tensors import ArrayLike, to_array
 from dsa.update import compute_update
 from dsa.watch import ClampWatch
@@ -49,8 +50,7 @@ __all__ = ["DiskSparseRiemannianAdam"]
 
 _PICKLING: Final = (
     "an optimizer whose state lives on disk can't be copied or pickled, because two of them would write to "
-    "one directory: copy the closed directory, "
-    "or build a second optimizer on a directory of its own"
+    "one directory: copy the closed directory, or build a second optimizer on a directory of its own"
 )
 
 
@@ -176,12 +176,10 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         self._watch = ClampWatch()
         self._counters = Counters()
         self._prefetcher = Prefetcher()
-        if durability not in DURABILITIES:
-            raise ValueError(f"durability={durability!r} is not known: use one of {DURABILITIES}")
-        queue = Queue(max_queue_size, put_timeout) if async_writes else None
-        storage = Storage(allocate, layout_of_backend(backend).stride, durability, queue)
-        self._state = open_state(disk_dir, specs, resume, storage)
         held = [held_tensor(source, retain_params) for source in sources.values()]
+        queue = Queue(max_queue_size, put_timeout) if async_writes else None
+        storage = StorageChoice(allocate, layout_of_backend(backend).stride, durability, queue).complete()
+        self._state = open_state(disk_dir, specs, resume, storage)
         defaults = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": held, "names": list(sources)}], defaults)
 
@@ -213,7 +211,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         """
         with self._ready() as state:
             options = self._options()
-            batches = [self._batch(name, *update) for name, update in updates.items()]
+            batches = [self._batch(name, *pair) for name, pair in checked_updates(updates)]
             if current_k is not None:
                 for table, k in wanted_curvatures(state.tables, current_k, name=None):
                     maintenance.change_curvature(state, table, k, "clip", reset_moments=False)
@@ -221,14 +219,19 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             progress = state.progress().after_step([state.index(table) for table, _ in parts])
             memory = state.begin(progress, parts)
             reports = [
-                compute_update(table, rows, grad, options, records, stamp=progress.global_step + 1)
+                compute_update(table, rows, grad, options, records, stamp_of(progress.global_step))
                 for (table, rows, grad), records in zip(batches, memory, strict=True)
             ]
             state.commit()
             for (table, rows), report in zip(parts, reports, strict=True):
                 self._prefetcher.note_use(table, rows)
                 self._counters.note(report)
-                self._watch.note(len(rows), report)
+            curved = [
+                (len(rows), report.far)
+                for (table, rows), report in zip(parts, reports, strict=True)
+                if table.k
+            ]
+            self._watch.note(sum(rows for rows, _ in curved), sum(far for _, far in curved))
 
     def read_rows(self, indices: ArrayLike | Sequence[int], name: str | None = None) -> torch.Tensor:
         """Return the current weights of some rows.
@@ -368,8 +371,8 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: object) -> NoReturn:
         """Refuse: the state is on disk and is not a dictionary."""
         raise NotImplementedError(
-            "the state lives on disk and can't be loaded from a dictionary: build the optimizer on the state "
-            "directory with resume=True"
+            "the state lives on disk and can't be loaded from a dictionary: build the optimizer on the "
+            "state directory with resume=True"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from dsa.errors import StateCorruptError
 from dsa.manifolds import curvature_from_json
 from dsa.table import Table
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "progress_of"]
 
 
 @final

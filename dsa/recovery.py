@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa import system
-from dsa.backends.memmap import MemmapBackend
+from dsa.backends.memmap import MemmapBackend, choose_stride
 from dsa.creation import JOURNAL_NAME, Storage, TableSpec, start
 from dsa.errors import StateCorruptError, StateMismatchError, StateWarning
 from dsa.init import from_json
@@ -54,7 +54,7 @@ def continue_state(
         _match_names(path, specs, by_name)
     for spec in specs:
         if spec.name in by_name:
-            _match_table(path, spec, by_name[spec.name])
+            _match_table(path, spec, by_name[spec.name], storage)
     with contextlib.ExitStack() as opened:
         tables: list[Table] = []
         for name, description in by_name.items():
@@ -65,7 +65,7 @@ def continue_state(
         for spec in specs:
             for table in tables:
                 if table.name == spec.name:
-                    warn_of_curvature(table, spec)
+                    warn_of_curvature(table, spec, stored.change)
         state = start(path, lock, stored, tables, storage)
         opened.pop_all()
     return state
@@ -76,8 +76,7 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: i
     if stored.durability == "none":
         warnings.warn(
             f"the state in {str(path)!r} was not closed and has no journal (durability='none'): the rows of "
-            "its last "
-            "steps may be partly new, and the count of steps is that of the last flush, "
+            "its last steps may be partly new, and the count of steps is that of the last flush, "
             f"{stored.global_step}",
             StateWarning,
             stacklevel=6,
@@ -86,8 +85,7 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: i
     if stored.durability == "process" and stored.boot != system.boot_identity():
         warnings.warn(
             f"the machine was restarted while the state in {str(path)!r} was open: with durability='process' "
-            "that may "
-            "have lost or torn steps; durability='power' survives it",
+            "that may have lost or torn steps; durability='power' survives it",
             StateWarning,
             stacklevel=6,
         )
@@ -124,8 +122,7 @@ def _match_names(path: Path, specs: Sequence[TableSpec], by_name: dict[str, dict
     if wanted != set(by_name):
         raise StateMismatchError(
             f"the state in {str(path)!r} holds the tables {sorted(by_name)} but {sorted(wanted)} are asked "
-            "for: "
-            "pass the stored ones, or another directory"
+            "for: pass the stored ones, or another directory"
         )
 
 
@@ -150,18 +147,19 @@ def _open_table(path: Path, name: str, stored: dict[str, Any]) -> Table:
             raise
         raise StateCorruptError(
             f"the description of table {name!r} in {str(path)!r} can't be read ({error!r}): restore "
-            f"{METADATA_NAME} "
-            "from a copy"
+            f"{METADATA_NAME} from a copy"
         ) from error
 
 
-def warn_of_curvature(table: Table, spec: TableSpec) -> None:
+def warn_of_curvature(table: Table, spec: TableSpec, change: dict[str, Any] | None = None) -> None:
     """Warn when the curvature asked for is not the stored one, which is kept."""
-    if table.k != spec.k:
+    stored = table.k
+    if change is not None and change.get("table") == table.name:
+        stored = change.get("k", stored)  # an interrupted set_curvature is finished at the first use
+    if stored != spec.k:
         warnings.warn(
-            f"table {table.name!r} was stored with k={table.k!r}, which is kept; the k={spec.k!r} asked for "
-            "is "
-            f"ignored: call set_curvature({spec.k!r}) to change it",
+            f"table {table.name!r} was stored with k={stored!r}, which is kept; the k={spec.k!r} asked for "
+            f"is ignored: call set_curvature({spec.k!r}) to change it",
             StateWarning,
             stacklevel=6,
         )
@@ -172,32 +170,40 @@ def match_table(table: Table, spec: TableSpec) -> None:
     _match(len(table), table.backend.schema, table.second_moment, spec)
 
 
-def _match_table(path: Path, spec: TableSpec, stored: dict[str, Any]) -> None:
+def _match_table(path: Path, spec: TableSpec, stored: dict[str, Any], storage: Storage) -> None:
     description = stored.get("backend")
     if not isinstance(description, dict) or not isinstance(description.get("rows"), int):
         raise StateCorruptError(
             f"the description of table {spec.name!r} in {str(path)!r} lacks its backend: restore "
-            f"{METADATA_NAME} from "
-            "a copy"
+            f"{METADATA_NAME} from a copy"
         )
     schema = Schema.from_json(description.get("schema"))
-    _match(description["rows"], schema, str(stored.get("second_moment")), spec)
+    try:
+        _match(description["rows"], schema, str(stored.get("second_moment")), spec)
+        _match_stride(description.get("stride"), spec, storage)
+    except StateMismatchError as error:
+        raise StateMismatchError(f"in {str(path)!r}, {error}") from None
+
+
+def _match_stride(stored: object, spec: TableSpec, storage: Storage) -> None:
+    if storage.stride is not None and choose_stride(spec.schema.dtype.itemsize, storage.stride) != stored:
+        raise StateMismatchError(
+            f"table {spec.name!r} is stored with a stride of {stored} bytes, which stride={storage.stride!r} "
+            "is not: leave the stride out"
+        )
 
 
 def _match(rows: int, schema: Schema, second_moment: str, spec: TableSpec) -> None:
     if (rows, schema.dim) != (spec.source.rows, spec.schema.dim):
         raise StateMismatchError(
             f"table {spec.name!r} is stored as {rows} x {schema.dim} but {spec.source.rows} x "
-            f"{spec.schema.dim} is "
-            "asked for: pass a table of the stored shape, or another directory"
+            f"{spec.schema.dim} is asked for: pass a table of the stored shape, or another directory"
         )
     if schema != spec.schema or second_moment != spec.second_moment:
         raise StateMismatchError(
             f"table {spec.name!r} is stored with second_moment={second_moment!r} and the fields "
-            f"{_fields(schema)} but "
-            f"second_moment={spec.second_moment!r} with {_fields(spec.schema)} is asked for: the stored "
-            "moments would "
-            "be misread; pass the stored options, or another directory"
+            f"{_fields(schema)} but second_moment={spec.second_moment!r} with {_fields(spec.schema)} is "
+            "asked for: the stored moments would be misread; pass the stored options, or another directory"
         )
 
 

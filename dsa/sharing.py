@@ -74,8 +74,7 @@ def _claim(state: StateDirectory, spec: TableSpec, opening: _Opening) -> Table:
     if opening.resume:
         warnings.warn(
             f"the state in {str(state.path)!r} holds no table {spec.name!r} but {sorted(state.tables)}: a "
-            "new one is made; if that is not meant, "
-            "check the name",
+            "new one is made; if that is not meant, check the name",
             StateWarning,
             stacklevel=6,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,12 +26,14 @@ from dsa.coalesce import as_gradient, as_rows, coalesce
 from dsa.conventions import AdamOptions, BiasCorrection, Convention, SecondMoment, VTransport, WeightDecayMode
 from dsa.creation import Durability, Queue, StorageChoice, TableSpec
 from dsa.disk_parameter import DiskParameter
-from dsa.errors import StateMismatchError, TrainingWarning
+from dsa.errors import TrainingWarning
 from dsa.foreign import import_sparse_adam
+from dsa.holders import is_abandoned
 from dsa.init import Zeros
 from dsa.kernels.layout import Floats
 from dsa.kernels.threads import thread_limit
 from dsa.prefetch import Prefetcher
+from dsa.reference import check_reference, merged_groups, reference_to
 from dsa.resident import put_rows, take_rows
 from dsa.schema import Rows, adam_schema
 from dsa.sharing import join_table
@@ -47,14 +48,12 @@ __all__ = ["DiskSparseAdam"]
 
 _DENSE_ADVICE: Final = (
     "build the layer with sparse=True, use dsa.DiskEmbedding, or hand dense parameters to another optimizer "
-    "(dsa.split_parameters(model) gives both lists). "
-    "A sparse table also gets a dense gradient when its weight is tied to another layer or penalised as a "
-    "whole: penalise the rows looked up instead"
+    "(dsa.split_parameters(model) gives both lists). A sparse table also gets a dense gradient when its "
+    "weight is tied to another layer or penalised as a whole: penalise the rows looked up instead"
 )
 _PICKLING: Final = (
     "an optimizer whose state lives on disk can't be copied or pickled, because two of them would write to "
-    "one directory: use state_dict(), or build a "
-    "second optimizer on a directory of its own"
+    "one directory: use state_dict(), or build a second optimizer on a directory of its own"
 )
 
 
@@ -251,16 +250,10 @@ class DiskSparseAdam(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the options and a reference to the state on disk.
 
-        It is small and can be loaded with ``weights_only=True``. The reference names the directory, the state's identity and its step; `load_state_dict` refuses
-        another.
+        It is small and can be loaded with ``weights_only=True``. The reference names the directory, the
+        state's identity and its step; `load_state_dict` refuses another.
         """
-        state = self._require_state()
-        reference = {
-            "directory": str(state.path),
-            "identity": state.identity,
-            "global_step": state.global_step,
-            "tables": self.param_names,
-        }
+        reference = reference_to(self._require_state(), self.param_names)
         return {**super().state_dict(), "dsa": reference}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -274,26 +267,12 @@ class DiskSparseAdam(torch.optim.Optimizer):
             StateMismatchError: the dict belongs to another state, or to another step of this one.
             ValueError: the dict does not fit the parameters.
         """
-        groups = state_dict.get("param_groups")
-        if not isinstance(groups, list) or len(groups) != len(self.param_groups):
-            raise ValueError(
-                f"the state dict has {len(groups or [])} groups, the optimizer {len(self.param_groups)}: build it alike"
-            )
-        for saved, group in zip(groups, self.param_groups, strict=True):
-            if len(saved["params"]) != len(group["params"]):
-                raise ValueError(
-                    f"a group of the state dict has {len(saved['params'])} parameters where the optimizer's "
-                    f"has {len(group['params'])}: build it alike"
-                )
-        if "dsa" in state_dict:
-            self._check_reference(state_dict["dsa"])
-        else:
-            with self._ready() as state:
+        merged = merged_groups(state_dict.get("param_groups"), self.param_groups)
+        with self._ready() as state:
+            if "dsa" in state_dict:
+                check_reference(state, self.param_names, state_dict["dsa"])
+            else:
                 import_sparse_adam(state, list(self._tables.values()), state_dict.get("state"))
-        merged = [
-            {**{key: value for key, value in group.items() if key != "params"}, **saved}
-            for saved, group in zip(groups, self.param_groups, strict=True)
-        ]
         super().load_state_dict({"state": {}, "param_groups": merged})
 
     def flush(self) -> None:
@@ -340,8 +319,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
         if self._state is not None and parameter.state is not self._state:
             raise ValueError(
                 f"{parameter!r} lies in another directory than {str(self._state.path)!r}: make all modules "
-                "of one optimizer with the same state_dir, so that a step is one "
-                "transaction"
+                "of one optimizer with the same state_dir, so that a step is one transaction"
             )
         require_second_moment(parameter.state, parameter.table, self._fixed.second_moment)
         self._state = parameter.state
@@ -352,8 +330,8 @@ class DiskSparseAdam(torch.optim.Optimizer):
         if self._state is not None:
             if directory is not None and os.path.realpath(directory) != os.path.realpath(self._state.path):
                 raise ValueError(
-                    f"state_dir={str(directory)!r} is not {str(self._state.path)!r}, where the disk embeddings are: "
-                    "pass the same directory"
+                    f"state_dir={str(directory)!r} is not {str(self._state.path)!r}, where the disk "
+                    "embeddings are: pass the same directory"
                 )
             directory = self._state.path
         if directory is None:
@@ -407,7 +385,12 @@ class DiskSparseAdam(torch.optim.Optimizer):
                     put_rows(part.parameter, part.rows, part.weights)
                 self._prefetcher.note_use(part.table, part.rows)
                 self._counters.note(report)
-                self._watch.note(len(part.rows), report)
+            curved = [
+                (len(part.rows), report.far)
+                for part, report in zip(parts, reports, strict=True)
+                if part.table.k
+            ]
+            self._watch.note(sum(rows for rows, _ in curved), sum(far for _, far in curved))
 
     def _part(self, parameter: torch.Tensor, grad: torch.Tensor, options: AdamOptions) -> _Part:
         table = self._tables[parameter]
@@ -431,32 +414,13 @@ class DiskSparseAdam(torch.optim.Optimizer):
         assert self._state is not None, "every parameter has a table"
         return self._state
 
-    def _check_reference(self, reference: dict[str, Any]) -> None:
-        state = self._require_state()
-        if reference["identity"] != state.identity:
-            raise StateMismatchError(
-                f"the state dict belongs to another state ({reference['directory']!r}) than the open one in "
-                f"{str(state.path)!r}: open the directory that it was saved with"
-            )
-        if reference["global_step"] != state.global_step:
-            raise StateMismatchError(
-                f"the state dict was saved at step {reference['global_step']} but the state in "
-                f"{str(state.path)!r} is at step {state.global_step}: save both together, and restore "
-                "the directory that belongs to the dict"
-            )
-        if reference["tables"] != self.param_names:
-            raise StateMismatchError(
-                f"the state dict is about the tables {reference['tables']} but the optimizer's are "
-                f"{self.param_names}: pass the parameters in the same order, with the same names"
-            )
-
     def _warn_if_replaced(self) -> None:
         for parameter, table in self._tables.items():
-            if parameter.requires_grad and _is_abandoned(parameter):
+            if parameter.requires_grad and is_abandoned(parameter):
                 warnings.warn(
                     f"the parameter {table.name!r} gets no gradients and nobody but the optimizer holds it: "
-                    "the module's weight was probably replaced or resized after the "
-                    "optimizer was built; build a new optimizer",
+                    "the module's weight was probably replaced or resized after the optimizer was built; "
+                    "build a new optimizer",
                     TrainingWarning,
                     stacklevel=4,
                 )
@@ -479,16 +443,3 @@ def _group_options(group: dict[str, Any], fixed: AdamOptions) -> AdamOptions:
         weight_decay_mode=group["weight_decay_mode"],
         maximize=bool(group["maximize"]),
     )
-
-
-def _is_abandoned(parameter: torch.Tensor) -> bool:
-    """Tell whether only the optimizer holds a parameter: a group, the dict of tables, and who asks."""
-    probe = torch.nn.Parameter(torch.empty(0))
-    groups, tables = [probe], {probe: None}
-    alone = _references(probe)
-    del groups, tables
-    return _references(parameter) <= alone
-
-
-def _references(parameter: torch.Tensor) -> int:
-    return sys.getrefcount(parameter)

@@ -173,14 +173,12 @@ class StateDirectory:
         if os.getpid() != self._process:
             raise StateClosedError(
                 f"the state directory {str(self.path)!r} belongs to process {self._process} and this is a "
-                "fork of "
-                "it: use the optimizer in the process that made it"
+                "fork of it: use the optimizer in the process that made it"
             )
         if self._lock is None:
             raise StateClosedError(
                 f"the state directory {str(self.path)!r} was closed: build the optimizer again with "
-                "resume=True to "
-                "go on"
+                "resume=True to go on"
             )
 
     def abandon_in_child(self) -> None:
@@ -194,8 +192,7 @@ class StateDirectory:
             os.close(self._lock)  # type: ignore[arg-type]  # not None: tested above
             warnings.warn(
                 f"the state directory {str(self.path)!r} was never closed: call close(), or use the "
-                "optimizer in a "
-                "with statement",
+                "optimizer in a with statement",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,

@@ -153,11 +153,15 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file's content so that whoever reads it, after a kill too, sees the old or the new, whole."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

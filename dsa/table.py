@@ -17,7 +17,16 @@ from dsa.manifolds import Manifold, manifold_of
 from dsa.schema import Records, Rows
 from dsa.writer import WriteBehind
 
-__all__ = ["Table", "blank_records", "clip_norms", "read_records", "read_weights"]
+__all__ = [
+    "Table",
+    "blank_records",
+    "clip_norms",
+    "corrupt_row",
+    "describe_table",
+    "read_records",
+    "read_weights",
+    "stamp_of",
+]
 
 Weights = NDArray[np.float32]
 
@@ -122,9 +131,14 @@ def corrupt_row(table: Table, rows: Rows, records: Records, position: int) -> Co
     """Return the error that explains an implausible record."""
     return CorruptRowError(
         f"row {int(rows[position])} of table {table.name!r} can't be used: "
-        f"{describe_fault(records, position)}; restore the table from a "
-        f"checkpoint or copy, or call reproject_all({table.name!r}), which resets such rows"
+        f"{describe_fault(records, position)}; restore the table from a checkpoint or copy, or call "
+        f"reproject_all({table.name!r}), which resets such rows"
     )
+
+
+def stamp_of(step: int) -> int:
+    """Return the stamp of a record written in a step: one more, as far as an int32 goes."""
+    return min(step + 1, 2**31 - 1)
 
 
 def blank_records(table: Table, rows: int, stamp: int) -> Records:

@@ -27,4 +27,6 @@ def to_array(value: object) -> NDArray[Any]:
         if detached.dtype == torch.bfloat16:
             detached = detached.float()
         return np.asarray(detached.cpu().numpy())
-    return np.asarray(value)
+    array = np.asarray(value)
+    # numpy takes an empty list for floating-point numbers.
+    return array.astype(np.int64) if array.size == 0 and isinstance(value, list | tuple) else array

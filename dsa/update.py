@@ -81,6 +81,6 @@ def _explain(table: Table, rows: Rows, grad: Floats, position: int) -> CorruptRo
     largest = float(abs(grad[position]).max())
     return GradientError(
         f"the update of row {int(rows[position])} of table {table.name!r} overflows float32 (its largest "
-        f"gradient element is {largest:.3g}): nothing was "
-        "changed; clip the gradient, scale the loss down or lower the learning rate"
+        f"gradient element is {largest:.3g}): nothing was changed; clip the gradient, scale the loss down or "
+        "lower the learning rate"
     )

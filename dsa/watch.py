@@ -7,7 +7,6 @@ from collections import deque
 from typing import Final, final
 
 from dsa.errors import TrainingWarning
-from dsa.kernels.report import StepReport
 
 __all__ = ["ClampWatch"]
 
@@ -24,7 +23,7 @@ class ClampWatch:
     Example:
         >>> watch = ClampWatch()
         >>> for _ in range(100):
-        ...     watch.note(rows=50, report=StepReport(-1, clamped=3, far=0))
+        ...     watch.note(rows=50, far=0)
         >>> watch.warned
         False
     """
@@ -35,23 +34,24 @@ class ClampWatch:
         self._far = 0
         self.warned = False
 
-    def note(self, rows: int, report: StepReport) -> None:
-        """Take in one step of `rows` rows."""
+    def note(self, rows: int, far: int) -> None:
+        """Take in one step: how many rows on balls it moved, and how many of them far, see `StepReport`."""
+        if rows == 0:
+            return
         if len(self._recent) == _STEPS:
             old_rows, old_far = self._recent[0]
             self._rows -= old_rows
             self._far -= old_far
-        self._recent.append((rows, report.far))
+        self._recent.append((rows, far))
         self._rows += rows
-        self._far += report.far
+        self._far += far
         if not self.warned and len(self._recent) == _STEPS and self._far > _SHARE * self._rows:
             self.warned = True
             warnings.warn(
                 f"{self._far} of the {self._rows} rows of the last {_STEPS} steps were carried to the edge "
-                "of the ball by steps longer than one hyperbolic unit, "
-                "where they hardly learn: lower the learning rate, pass max_step (0.5, say), use "
-                "second_moment='row', start with a burn-in at a tenth "
-                "of the rate, or raise eps",
+                "of the ball by steps longer than one hyperbolic unit, where they hardly learn: lower the "
+                "learning rate, pass max_step (0.5, say), use second_moment='row', start with a burn-in at "
+                "a tenth of the rate, or raise eps",
                 TrainingWarning,
                 stacklevel=4,
             )

@@ -45,14 +45,13 @@ def _ball_factor(table: Table, source: FromArray, block: int) -> float:
         wide = weights.astype(np.float64)
         longest = max(longest, float(np.sqrt(np.einsum("ij,ij->i", wide, wide)).max()))
     limit = table.init_max_norm_fraction / math.sqrt(table.k)
-    if longest <= limit:
+    if longest <= limit * (1.0 + 1e-6):
         return 1.0
     warnings.warn(
         f"the longest row of table {table.name!r} has norm {longest:.4g}, beyond "
-        f"{table.init_max_norm_fraction:g} of the radius of the ball with "
-        f"k={table.k:g}: all its rows are scaled by {limit / longest:.4g}; pass smaller weights, or another "
-        "init_max_norm_fraction",
+        f"{table.init_max_norm_fraction:g} of the radius of the ball with k={table.k:g}: all its rows are "
+        f"scaled by {limit / longest:.4g}; pass smaller weights, or another init_max_norm_fraction",
         StateWarning,
-        stacklevel=8,
+        stacklevel=9,
     )
     return limit / longest

@@ -244,9 +244,8 @@ class WriteBehind:
         if self.sync_fallbacks == 0:
             warnings.warn(
                 f"the write queue stayed full ({self._limit} batches) for {self._timeout:g} s, so that a "
-                "step writes them "
-                "itself: the disk is slower than training; raise max_queue_size to absorb bursts, or use a "
-                "faster disk",
+                "step writes them itself: the disk is slower than training; raise max_queue_size to absorb "
+                "bursts, or use a faster disk",
                 TrainingWarning,
                 stacklevel=6,
             )

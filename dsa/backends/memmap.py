@@ -200,7 +200,7 @@ class MemmapBackend:
         schema = Schema.from_json(description.get("schema"))
         try:
             file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | getattr(os, "O_BINARY", 0))
-        except FileNotFoundError as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
             raise StateCorruptError(
                 f"the table file {str(path)!r} is missing: restore it from a copy, or start over"
             ) from error
@@ -334,9 +334,8 @@ def _map(file: int, path: Path, rows: int, stride: int, writable: bool) -> tuple
         raise OSError(
             code,
             f"{str(path)!r} ({size:,} bytes) can't be mapped into memory ({error}): its file system must "
-            "support shared mappings (network and "
-            "FUSE mounts often do not) and the process's address-space limit must leave room; use a local "
-            "disk or raise the limit",
+            "support shared mappings (network and FUSE mounts often do not) and the process's address-space "
+            "limit must leave room; use a local disk or raise the limit",
         ) from error
     system.advise_random(mapping)
     return mapping, np.frombuffer(mapping, np.int32, offset=system.PAGE).reshape(rows, stride // 4)
@@ -359,8 +358,7 @@ def _check_file(file: int, path: Path, description: dict[str, Any]) -> None:
         what = "another table's" if page.startswith(_MAGIC) else "not one of dsa's"
         raise StateCorruptError(
             f"the header of the table file {str(path)!r} is damaged or {what}: restore the file from a copy, "
-            "or "
-            "start over"
+            "or start over"
         )
     # The description is what `create` wrote, so that its values need no further check.
     expected = system.PAGE + description["rows"] * description["stride"]
@@ -369,6 +367,5 @@ def _check_file(file: int, path: Path, description: dict[str, Any]) -> None:
         what = "truncated" if size < expected else "longer than it was made"
         raise StateCorruptError(
             f"the table file {str(path)!r} is {what}: {size:,} bytes instead of {expected:,}; restore it "
-            "from a "
-            "copy, or start over"
+            "from a copy, or start over"
         )

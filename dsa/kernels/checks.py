@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 LAST_COUNT: Final = 2**31 - 1
-"""The largest counter that an int32 holds; a row that has reached it can't be updated again."""
+"""The largest count that an int32 holds. Bias corrections are 1 long before, so counters may rest there."""
 
 # Typed as int32: with Python's integers numba widens the loops to 64 bits, eight times slower.
 _MAGNITUDE: Final = np.int32(0x7FFFFFFF)
@@ -69,18 +69,19 @@ def _is_negative(words: Words, i: int, layout: WordLayout) -> bool:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def is_updatable(words: Words, i: int, layout: WordLayout) -> bool:
-    """Tell whether an update may use record `i`: no negative second moment or count, and room to count on.
+    """Tell whether an update may use record `i`: no negative second moment or count.
 
     A non-finite number needs no question here: it stays non-finite through every update, and the result is
     checked.
     """
-    return words[i, layout.t] != LAST_COUNT and not _is_negative(words, i, layout)
+    return not _is_negative(words, i, layout)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def count_update(words: Words, i: int, layout: WordLayout, stamp: int) -> None:
-    """Advance the counter of record `i` and set its stamp."""
-    words[i, layout.t] += 1
+    """Advance the counter of record `i`, which stays at its last value, and set its stamp."""
+    if words[i, layout.t] < LAST_COUNT:
+        words[i, layout.t] += 1
     words[i, layout.s] = stamp
 
 
@@ -116,4 +117,4 @@ def describe_fault(records: Records, position: int) -> str:
     for name in ("t", "s"):
         if record[name] < 0:
             return f"field {name!r} holds {int(record[name])}, a negative count"
-    return f"field 't' holds {LAST_COUNT}, its last value" if record["t"] == LAST_COUNT else ""
+    return ""

@@ -1,0 +1,174 @@
+"""The write queue is a backend like the one inside it: the suite and the machine over memory and memmap.
+
+Three ways of being behind: as the threads happen to run; *held*, where nothing is written until a flush, so that
+every read is served by the queue; and *narrow*, a queue of one that never waits, so that the caller writes too.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from dsa.backends.memmap import MemmapBackend
+from dsa.backends.memory import MemoryBackend
+from dsa.schema import Schema
+from dsa.testing import CASES, BackendConformance, BackendHooks, BackendMachine
+from dsa.writer import WriteBehind
+
+DEADLINE = 60
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """No writer thread outlives a test."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if thread.name == "dsa-writer":
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+
+
+class Memory(BackendHooks):
+    def create(self, path, rows, schema):
+        return MemoryBackend(rows, schema)
+
+
+class Memmap(BackendHooks):
+    def create(self, path, rows, schema):
+        return MemmapBackend.create(path, rows, schema, allocate="sparse")
+
+    def reopen(self, path, description):
+        return MemmapBackend.open(path, description)
+
+    def read_raw(self, path, description):
+        schema = Schema.from_json(description["schema"])
+        content = np.fromfile(path, np.uint8)[4096:].reshape(description["rows"], description["stride"])
+        return content[:, : schema.dtype.itemsize].copy().view(schema.dtype).reshape(-1)
+
+
+class Waiting:
+    """A backend whose writes wait for an event."""
+
+    def __init__(self, inner, event):
+        self.inner, self.event = inner, event
+
+    def write(self, rows, records):
+        assert self.event.wait(DEADLINE)
+        self.inner.write(rows, records)
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Held:
+    """A queue from which nothing is written until someone flushes or closes."""
+
+    def __init__(self, inner):
+        self.asked = threading.Event()
+        self.queue = WriteBehind(Waiting(inner, self.asked), max_queue_size=10_000)
+
+    def flush(self):
+        self.asked.set()
+        self.queue.flush()
+        self.asked.clear()
+
+    def close(self):
+        self.asked.set()
+        self.queue.close()
+
+    def __len__(self):
+        return len(self.queue)
+
+    def __getattr__(self, name):
+        return getattr(self.queue, name)
+
+
+QUEUES = {
+    "free": WriteBehind,
+    "held": Held,
+    "narrow": lambda inner: WriteBehind(inner, max_queue_size=1, put_timeout=0.0),
+}
+
+
+class Behind(BackendHooks):
+    """Puts a queue around what other hooks make."""
+
+    def __init__(self, hooks, kind):
+        self.hooks, self.queue = hooks, QUEUES[kind]
+
+    def create(self, path, rows, schema):
+        return self.queue(self.hooks.create(path, rows, schema))
+
+    def reopen(self, path, description):
+        again = self.hooks.reopen(path, description)
+        return None if again is None else self.queue(again)
+
+    def read_raw(self, path, description):
+        return self.hooks.read_raw(path, description)
+
+
+class _Suite(BackendConformance):
+    hooks: BackendHooks
+
+    def create(self, path, rows, schema):
+        return self.hooks.create(path, rows, schema)
+
+    def reopen(self, path, description):
+        return self.hooks.reopen(path, description)
+
+    def read_raw(self, path, description):
+        return self.hooks.read_raw(path, description)
+
+
+class _SmallSuite(_Suite):
+    """Fewer sizes, where the backend inside adds nothing to what is tested."""
+
+    @pytest.fixture(params=["one-number", "dim-1", "mixed"])
+    def case(self, request):
+        return CASES[request.param]
+
+
+class TestFreeOverMemory(_SmallSuite):
+    hooks = Behind(Memory(), "free")
+
+
+class TestHeldOverMemory(_SmallSuite):
+    hooks = Behind(Memory(), "held")
+
+
+@pytest.mark.filterwarnings("ignore:the write queue stayed full")
+class TestNarrowOverMemory(_SmallSuite):
+    hooks = Behind(Memory(), "narrow")
+
+
+class TestFreeOverMemmap(_Suite):
+    hooks = Behind(Memmap(), "free")
+
+
+class TestHeldOverMemmap(_SmallSuite):
+    hooks = Behind(Memmap(), "held")
+
+
+@pytest.mark.filterwarnings("ignore:the write queue stayed full")
+class TestNarrowOverMemmap(_SmallSuite):
+    hooks = Behind(Memmap(), "narrow")
+
+
+def machine(hooks, kind, fewer):
+    """Return the machine's test with a part of the profile's examples."""
+    case = BackendMachine.over(Behind(hooks, kind)).TestCase
+    case.settings = settings(case.settings, max_examples=max(1, case.settings.max_examples // fewer))
+    return pytest.mark.filterwarnings("ignore:the write queue stayed full")(case)
+
+
+TestFreeMemoryMachine = machine(Memory(), "free", 2)
+TestHeldMemoryMachine = machine(Memory(), "held", 2)
+TestNarrowMemoryMachine = machine(Memory(), "narrow", 2)
+TestFreeMemmapMachine = machine(Memmap(), "free", 5)
+TestHeldMemmapMachine = machine(Memmap(), "held", 5)
+TestNarrowMemmapMachine = machine(Memmap(), "narrow", 5)

@@ -1,0 +1,84 @@
+"""The estimate before a table is made: the numbers of the case in the field, and what is then really made."""
+
+import numpy as np
+import pytest
+
+from dsa import DiskSparseRiemannianAdam, estimate, init
+from dsa.backends import Memmap
+from dsa.metadata import table_file_name
+
+
+def test_c30_ten_million_rows_of_128():
+    guess = estimate(10_000_000, 128)
+    assert guess.fields == {
+        "w": 5_120_000_000,
+        "m": 5_120_000_000,
+        "v": 5_120_000_000,
+        "t": 40_000_000,
+        "s": 40_000_000,
+    }
+    assert guess.fields["m"] + guess.fields["v"] == 10_240_000_000
+    assert guess.logical == 15_400_000_000
+    assert guess.file >= guess.logical
+    assert guess.while_exporting == guess.file + guess.logical
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "total"),
+    [
+        (1_000_000, 128, 1.54e9),
+        (4_820_000, 128, 7.42e9),
+        (45_000_000, 250, 135.2e9),
+        (76_900_000, 400, 369.4e9),
+    ],
+)
+def test_the_sizes_that_people_meet(rows, dim, total):
+    assert estimate(rows, dim).logical == pytest.approx(total, rel=1e-3)
+
+
+def test_one_number_of_v_per_row():
+    guess = estimate(10_000_000, 128, second_moment="row")
+    assert guess.fields["v"] == 40_000_000
+    assert guess.logical == 5_120_000_000 * 2 + 40_000_000 * 2
+
+
+@pytest.mark.parametrize("second_moment", ["coordinate", "frame", "row"])
+@pytest.mark.parametrize("stride", [None, "packed", "page", 256])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (7, 3), (1_000, 13)])
+def test_what_is_made_has_the_size_estimated(tmp_path, rows, dim, stride, second_moment):
+    backend = Memmap(stride=stride)
+    guess = estimate(rows, dim, second_moment=second_moment, backend=backend)
+    tables = {"entity": init.Zeros(rows, dim)}
+    DiskSparseRiemannianAdam(tables, disk_dir=tmp_path, second_moment=second_moment, backend=backend).close()
+    file = tmp_path / table_file_name("entity")
+    assert file.stat().st_size == guess.file
+    everything = sum(
+        entry.stat().st_size for entry in tmp_path.iterdir() if entry.name.endswith((".dsa", ".json"))
+    )
+    assert guess.file <= everything < guess.file + 4_096
+
+
+def test_the_default_layout_is_the_default():
+    assert estimate(1_000, 128) == estimate(1_000, 128, backend=Memmap())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((0, 3), {}, ValueError, "rows=0 is out of range"),
+        ((-5, 3), {}, ValueError, "rows=-5"),
+        ((5, 0), {}, ValueError, "dim is 0"),
+        ((5, 3), {"second_moment": "rows"}, ValueError, "second_moment='rows'"),
+        ((5, 3), {"second_moment": None}, ValueError, "second_moment=None"),
+        ((1e7, 3), {}, TypeError, None),
+        ((5, 3.0), {}, TypeError, None),
+        ((5, 3), {"backend": Memmap(stride=4)}, ValueError, "stride=4 can't hold records of 44 bytes"),
+    ],
+)
+def test_what_is_refused(arguments, options, error, match):
+    with pytest.raises(error, match=match):
+        estimate(*arguments, **options)
+
+
+def test_counts_of_numpy_are_counts():
+    assert estimate(np.int64(10), np.int32(3)) == estimate(10, 3)

@@ -1,0 +1,83 @@
+"""The same batches give the same bytes, whatever the number of threads."""
+
+import numpy as np
+import pytest
+import torch
+
+from dsa import DiskSparseRiemannianAdam, init
+from dsa.metadata import table_file_name
+
+ROWS = 6_000
+CONFIGURATIONS = {
+    "flat": {"k": 0.0},
+    "flat, row": {"k": 0.0, "second_moment": "row", "weight_decay": 0.1},
+    "flat, decoupled": {"k": 0.0, "weight_decay": 0.1, "weight_decay_mode": "decoupled"},
+    "ball": {"k": 1.0},
+    "ball, root": {"k": 1.0, "v_transport": "sqrt", "weight_decay": 0.1},
+    "ball, frame": {"k": 2.0, "second_moment": "frame", "max_step": 0.5},
+    "ball, row": {"k": 0.5, "second_moment": "row", "bias_correction": "parameter"},
+}
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def train(path, options, dim):
+    """Ten steps with duplicates, batches of many sizes, rows touched and not, a change of curvature."""
+    tables = {
+        "rule": init.Normal(ROWS, dim, 0.1, seed=5),
+        "array": torch.linspace(-0.1, 0.1, ROWS * dim).view(-1, dim),
+    }
+    generator = np.random.default_rng(dim)
+    with DiskSparseRiemannianAdam(tables, lr=0.05, disk_dir=path, **options) as optimizer:
+        for size in (4_096, 1, 511, 1_024, 5_000, 1_025, 2_047, 3, 9_000, 4_096):
+            batch = {}
+            for name in tables:
+                rows = generator.integers(0, ROWS, size)
+                batch[name] = (rows, generator.standard_normal((size, dim)).astype(np.float32))
+            optimizer.step(batch, current_k=options["k"] * 1.5 if size == 9_000 and options["k"] else None)
+        optimizer.reproject_all()
+        read = [optimizer.read_rows(range(ROWS), name).numpy().tobytes() for name in tables]
+    return read, [(path / table_file_name(name)).read_bytes()[4096:] for name in tables]
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_threads_change_no_byte(tmp_path, threads, kind):
+    results = []
+    for number in (1, 2, 5):
+        threads(number)
+        results.append(train(tmp_path / str(number), CONFIGURATIONS[kind], 5))
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+
+
+def test_the_threads_are_used(tmp_path, threads, monkeypatch):
+    """Otherwise the tests above compare nothing."""
+    from dsa.kernels import threads as kernel_threads
+
+    counts = []
+    real = kernel_threads.ThreadPoolExecutor.submit
+
+    def submit(self, *arguments):
+        counts.append(self._max_workers)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(kernel_threads.ThreadPoolExecutor, "submit", submit)
+    threads(2)
+    train(tmp_path / "two", CONFIGURATIONS["flat"], 2)
+    assert set(counts) == {1}
+    counts.clear()
+    threads(1)
+    train(tmp_path / "one", CONFIGURATIONS["flat"], 2)
+    assert counts == []
+
+
+def test_a_second_run_gives_the_same_bytes(tmp_path):
+    assert train(tmp_path / "one", CONFIGURATIONS["ball"], 3) == train(
+        tmp_path / "two", CONFIGURATIONS["ball"], 3
+    )
