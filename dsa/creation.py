@@ -142,13 +142,15 @@ def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage, free
         raise DiskSpaceError(needed, available, str(path))
 
 
-def check_sources(specs: Sequence[TableSpec]) -> None:
-    """Read every array of first weights once, before older state is removed for them.
+def check_sources(path: Path, specs: Sequence[TableSpec], storage: Storage) -> None:
+    """Look at everything that could keep tables from being made, before older state is removed for them.
 
     Raises:
-        ValueError: one holds a value that is not finite.
+        ValueError: an array of first weights holds a value that is not finite.
+        OSError: the file system can't hold a file of a table's size.
     """
     for spec in specs:
+        system.probe_size(path, file_bytes(spec.source.rows, spec.schema, storage.stride))
         if isinstance(spec.source, FromArray):
             for _ in spec.source.blocks(max(1, _CHECK_BYTES // (4 * spec.source.dim))):
                 pass

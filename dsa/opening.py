@@ -71,7 +71,7 @@ def open_state(
         StateLockedError: another process holds the directory.
         DiskSpaceError: there is not enough room for new tables.
     """
-    if resume not in (None, True, False) or (isinstance(resume, int) and not isinstance(resume, bool)):
+    if not (resume is None or resume is True or resume is False):
         raise TypeError(f"resume={resume!r} is not a choice: pass None, True or False")
     path = Path(directory).absolute()
     if resume and not path.is_dir():
@@ -168,7 +168,7 @@ def _replace(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage
     files = owned_files(path)
     if not files and not (path / METADATA_NAME).exists():
         return create_state(path, lock, specs, storage)
-    check_sources(specs)
+    check_sources(path, specs, storage)
     require_space(path, specs, storage, freed=sum(_occupied(file) for file in files))
     warnings.warn(
         f"resume=False replaces the state in {str(path)!r}: what it held is lost", StateWarning, stacklevel=5

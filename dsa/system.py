@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,7 @@ __all__ = [
     "boot_identity",
     "drop_cache",
     "lock_file",
+    "probe_size",
     "reserve",
     "sync_directory",
     "sync_file",
@@ -82,6 +84,16 @@ def blocks_read() -> int:
 def available_bytes(directory: str | os.PathLike[str]) -> int:
     """Return the bytes free for this user on the file system of an existing directory."""
     return shutil.disk_usage(directory).free
+
+
+def probe_size(directory: Path, size: int) -> None:
+    """Find out whether a file may have a size, with a sparse one that is removed again.
+
+    Raises:
+        OSError: it may not: the file system, a quota or a limit of the process forbids it.
+    """
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.truncate(size)
 
 
 def reserve(descriptor: int, size: int, directory: str) -> None:

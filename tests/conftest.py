@@ -1,9 +1,32 @@
-"""Hypothesis profiles: `ci` is the same on every run, `deep` looks longer (HYPOTHESIS_PROFILE=deep)."""
+"""Hypothesis profiles, and a cache of compiled kernels that belongs to the sources as they are.
 
+The profile `ci` is the same on every run, `deep` looks longer (HYPOTHESIS_PROFILE=deep).
+"""
+
+import hashlib
 import os
+import tempfile
+from pathlib import Path
 
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile("deep", deadline=None, max_examples=2_000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _kernel_cache() -> str:
+    """Return a directory named after the kernels' sources.
+
+    numba stamps a compiled function with its own file alone, so that editing a function which another file's kernel
+    calls would leave stale code in use. Installing another release renews all files and has no such problem.
+    """
+    package = Path(__file__).parents[1] / "dsa"
+    digest = hashlib.sha256()
+    for path in sorted([*package.glob("kernels/*.py"), *package.glob("demo/*.py"), *package.glob("bench/*.py")]):
+        digest.update(path.read_bytes())
+    return str(Path(tempfile.gettempdir()) / f"dsa-kernels-{digest.hexdigest()[:16]}")
+
+
+# Before numba is imported, and inherited by the child processes that tests start.
+os.environ.setdefault("NUMBA_CACHE_DIR", _kernel_cache())
