@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, final
 
 import numpy as np
@@ -118,22 +119,7 @@ class Schema:
     @property
     def dtype(self) -> np.dtype[np.void]:
         """The structured dtype of one record, with the paddings that alignment asks for."""
-        offsets: list[int] = []
-        end = 0
-        widest = _WORD
-        for field in self.fields:
-            align = max(_WORD, np.dtype(_STORED[field.dtype]).itemsize)
-            widest = max(widest, align)
-            offsets.append(_round_up(end, align))
-            end = offsets[-1] + self.field_bytes(field)
-        return np.dtype(
-            {
-                "names": list(self.names),
-                "formats": [self._format(field) for field in self.fields],
-                "offsets": offsets,
-                "itemsize": _round_up(end, widest),
-            }
-        )
+        return _dtype_of(self)
 
     def offset(self, name: str) -> int:
         """Return the byte offset of a field inside a record."""
@@ -165,9 +151,30 @@ class Schema:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateCorruptError(f"the record description {data!r} can't be read: {error}") from error
 
-    def _format(self, field: Field) -> Any:  # noqa: ANN401 - numpy's dtype-like
-        stored = _STORED[field.dtype]
-        return (stored, (self.dim,)) if field.per == "element" else stored
+
+@lru_cache(maxsize=64)
+def _dtype_of(schema: Schema) -> np.dtype[np.void]:
+    offsets: list[int] = []
+    end = 0
+    widest = _WORD
+    for field in schema.fields:
+        align = max(_WORD, np.dtype(_STORED[field.dtype]).itemsize)
+        widest = max(widest, align)
+        offsets.append(_round_up(end, align))
+        end = offsets[-1] + schema.field_bytes(field)
+    return np.dtype(
+        {
+            "names": list(schema.names),
+            "formats": [_format(field, schema.dim) for field in schema.fields],
+            "offsets": offsets,
+            "itemsize": _round_up(end, widest),
+        }
+    )
+
+
+def _format(field: Field, dim: int) -> Any:  # noqa: ANN401 - numpy's dtype-like
+    stored = _STORED[field.dtype]
+    return (stored, (dim,)) if field.per == "element" else stored
 
 
 def _round_up(value: int, multiple: int) -> int:

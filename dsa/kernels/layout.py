@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ class WordLayout(NamedTuple):
     v_length: int
 
 
+@lru_cache(maxsize=64)
 def word_layout(dtype: np.dtype[np.void]) -> WordLayout:
     """Return where the fields ``m v t s``, and ``w`` if there is one, of a record dtype lie.
 
