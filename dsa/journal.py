@@ -26,6 +26,7 @@ that a loss of power in the middle of the sync is no damage.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -242,6 +243,10 @@ class Journal:
     def close(self, remove: bool) -> None:
         """Release the file, and delete it when it is no longer needed."""
         self._draft = None
+        # Some systems refuse to delete a mapped file; a view that someone still holds keeps the mapping, not
+        # the name.
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
         os.close(self._file)
         if remove:
             self._path.unlink(missing_ok=True)

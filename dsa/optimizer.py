@@ -200,7 +200,8 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         Args:
             updates: ``{name: (indices, gradients)}``: indices ``(B,)`` of an integer dtype, in any order, and
                 Euclidean gradients ``(B, D)`` of a floating dtype, on any device. Gradients of equal indices
-                are summed. A table that is left out, or has B = 0, does not change.
+                are summed. A table that is left out, or has B = 0, does not change; the empty batch counts as
+                a step of the table where bias is corrected per parameter, as in torch.
             current_k: A new curvature for the tables that are on a ball, as by `set_curvature`, before the
                 step.
 

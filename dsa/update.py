@@ -78,9 +78,9 @@ def _explain(table: Table, rows: Rows, grad: Floats, position: int) -> CorruptRo
     stored = read_records(table, rows[position : position + 1])
     if describe_fault(stored, 0):
         return corrupt_row(table, rows[position : position + 1], stored, 0)
-    largest = float(abs(grad[position]).max())
+    largest, moment = float(abs(grad[position]).max()), float(abs(stored["m"]).max())
     return GradientError(
-        f"the update of row {int(rows[position])} of table {table.name!r} overflows float32 (its largest "
-        f"gradient element is {largest:.3g}): nothing was changed; clip the gradient, scale the loss down or "
-        "lower the learning rate"
+        f"the update of row {int(rows[position])} of table {table.name!r} overflows float32 (the largest "
+        f"element of its gradient is {largest:.3g}, of its stored first moment {moment:.3g}): nothing was "
+        "changed; clip the gradient, scale the loss down or lower the learning rate"
     )

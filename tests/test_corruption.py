@@ -115,17 +115,17 @@ print(json.dumps(surprises, default=str))
 """
 
 FILES = """
-kind = "ball"
-files = sorted(file.name for file in (root / kind).iterdir())
-for seed in range(seeds):
+for kind, seed in ((kind, seed) for kind in configurations for seed in range(seeds)):
     generator = np.random.default_rng(seed)
-    for name in files:
-        print(seed, name, flush=True)
+    for name in sorted(file.name for file in (root / kind).iterdir()):
+        print(kind, seed, name, flush=True)
         fresh(kind)
         content = np.fromfile(work / name, np.uint8)
-        if not len(content):
+        if not content.any():
             continue
-        within = min(len(content), 4096) if name.endswith(".dsa") else len(content)
+        # The records have a test of their own; a journal ends in zeros, of which one page is enough.
+        used = min(len(content), int(np.flatnonzero(content)[-1]) + 4096)
+        within = min(len(content), 4096) if name.endswith(".dsa") else used
         start = int(generator.integers(0, within))
         stop = int(min(within, start + generator.choice([1, 1, 4, 64, 4096])))
         noise = generator.integers(0, 256, stop - start).astype(np.uint8)
@@ -136,11 +136,12 @@ for seed in range(seeds):
             try:
                 with build(kind, resume) as optimizer:
                     optimizer.step({"array": ([1], np.ones((1, 5), np.float32))})
-                    optimizer.read_rows(range(60), "rule")
+                    if not torch.isfinite(optimizer.read_rows(range(60), "rule")).all():
+                        surprises.append((kind, seed, name, start, stop, "not finite"))
             except StateError:
                 pass
             except BaseException as error:
-                surprises.append((seed, name, start, stop, repr(error)))
+                surprises.append((kind, seed, name, start, stop, repr(error)))
 print(json.dumps(surprises, default=str))
 """
 
@@ -149,8 +150,8 @@ def tables():
     return {"rule": init.Normal(60, 3, 0.1, seed=1), "array": init.Zeros(40, 5)}
 
 
-def make(path, **options):
-    """A state with rows touched and untouched in each table, closed."""
+def make(path, copy=None, **options):
+    """A state with rows touched and untouched in each table, closed; and a copy as a kill would leave it."""
     with DiskSparseRiemannianAdam(tables(), lr=0.1, disk_dir=path, **options) as optimizer:
         for step in range(5):
             generator = np.random.default_rng(step)
@@ -163,6 +164,8 @@ def make(path, **options):
                     for name, source in tables().items()
                 }
             )
+        if copy is not None:
+            shutil.copytree(path, copy)
     return path
 
 
@@ -186,12 +189,14 @@ def child(code, root, configurations, seeds):
 def test_random_bytes_in_the_records(tmp_path):
     for kind, options in CONFIGURATIONS.items():
         make(tmp_path / kind, **options)
-    assert child(RECORDS, tmp_path, CONFIGURATIONS, seeds=9) == []
+    assert child(RECORDS, tmp_path, CONFIGURATIONS, seeds=6) == []
 
 
 def test_random_bytes_in_the_descriptions(tmp_path):
-    make(tmp_path / "ball", k=1.0)
-    assert child(FILES, tmp_path, {"ball": {"k": 1.0}}, seeds=30) == []
+    """And in the journal, where there is one: of a directory that was closed, and of one that was not."""
+    make(tmp_path / "closed", copy=tmp_path / "killed", k=1.0)
+    assert len(list((tmp_path / "killed").iterdir())) > len(list((tmp_path / "closed").iterdir()))
+    assert child(FILES, tmp_path, {"closed": {"k": 1.0}, "killed": {"k": 1.0}}, seeds=16) == []
 
 
 def content(path):

@@ -61,8 +61,8 @@ def records(path, name):
 
 
 def descriptors():
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    """Open ones, counted without a collection of garbage: what a refusal opens it has to close itself."""
+    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
 
 @pytest.fixture
@@ -77,15 +77,14 @@ def path(tmp_path):
 def refuse(path, error, match, *, resume=True, tables=TABLES, **options):
     """Try to open: the right error with the right words, no byte changed, no descriptor kept."""
     before = content(path)
-    held = descriptors() if sys.platform == "linux" else 0
+    held = descriptors()
     with pytest.raises(error, match=match) as caught:
         build(path, tables, resume=resume, **options)
     assert isinstance(caught.value, DSAError)
     assert str(path) in str(caught.value)
     del caught
     assert content(path) == before
-    if sys.platform == "linux":
-        assert descriptors() == held
+    assert descriptors() == held
 
 
 # ---------------------------------------------------------------- opening and going on
@@ -769,9 +768,8 @@ def test_killed_while_starting_over(path, gate):
 
 
 @needs_kill
-@pytest.mark.parametrize("gate", ["between two tables", "before the first table"])
-def test_killed_while_starting(tmp_path, gate):
-    kill(start(GATES[gate] + "\nbuild()", tmp_path))
+def test_killed_while_starting(tmp_path):
+    kill(start(GATES["between two tables"] + "\nbuild()", tmp_path))
     for resume in (None, True):
         refuse(tmp_path, StateIncompleteError, "was interrupted .making a new state", resume=resume)
     with pytest.warns(StateWarning, match="resume=False"):
@@ -856,13 +854,12 @@ def test_an_interrupted_change_is_not_forgotten_by_close(path, tmp_path, monkeyp
 
 
 def test_leaving_without_close_is_no_loss(path):
-    """A child that ends early in two ways, with the exit code of its own."""
-    for number, code in enumerate(("os._exit(3)", "os.kill(os.getpid(), signal.SIGTERM)")):
-        process = start(f"o = build(resume=True); o.step(batch); gate(); {code}", path)
-        process.communicate(timeout=60)
-        assert process.returncode == (3, -signal.SIGTERM)[number]
-        with build(path, resume=True) as optimizer:
-            assert optimizer.global_step == 3 + number
+    """A script that falls off its end, with the exit code of its own."""
+    process = start("o = build(resume=True); o.step(batch); gate(); sys.exit(3)", path)
+    process.communicate(timeout=60)
+    assert process.returncode == 3
+    with build(path, resume=True) as optimizer:
+        assert optimizer.global_step == 3
 
 
 def drop(held):
