@@ -230,8 +230,9 @@ def start(
         (path / JOURNAL_NAME).unlink(missing_ok=True)
     else:
         durable = storage.durability == "power"
-        capacity = _RETAINING_BYTES if durable or storage.queue is not None else _HOT_BYTES
-        journal = Journal.create(path / JOURNAL_NAME, metadata.identity, capacity, durable)
+        hot = not durable and storage.queue is None
+        capacity = _HOT_BYTES if hot else _RETAINING_BYTES
+        journal = Journal.create(path / JOURNAL_NAME, metadata.identity, capacity, durable, hot)
     for table in tables:
         _queue_writes(table, storage)
     metadata.durability, metadata.boot = storage.durability, system.boot_identity()

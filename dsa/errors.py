@@ -15,7 +15,8 @@ The tree; each class also inherits the builtin that callers already catch::
     ├── DiskSpaceError                (OSError, ENOSPC)    not enough room; raised before a byte is written
     ├── RowIndexError                 (IndexError)         a row outside [0, N)
     ├── RowTypeError                  (TypeError)          rows or gradients of a kind that has no meaning
-    └── GradientError                 (ValueError)         a gradient of another shape, or not finite
+    ├── GradientError                 (ValueError)         a gradient of another shape, or not finite
+    └── GraphError                    (ValueError)         an edge list that can't be read or used
 
 Warnings::
 
@@ -34,6 +35,7 @@ __all__ = [
     "DSAWarning",
     "DiskSpaceError",
     "GradientError",
+    "GraphError",
     "RowIndexError",
     "RowTypeError",
     "StateClosedError",
@@ -119,6 +121,10 @@ class RowTypeError(DSAError, TypeError):
 
 class GradientError(DSAError, ValueError):
     """A gradient has the wrong shape or is not finite."""
+
+
+class GraphError(DSAError, ValueError):
+    """An edge list can't be read, or is not what the caller says it is."""
 
 
 class DSAWarning(UserWarning):

@@ -77,10 +77,11 @@ class Journal:
     Make one with `create` or `open`.
     """
 
-    def __init__(self, path: Path, file: int, size: int, durable: bool) -> None:
+    def __init__(self, path: Path, file: int, size: int, durable: bool, hot: bool = False) -> None:
         self._path = path
         self._file = file
         self._durable = durable
+        self._hot = hot
         self._mapping = mmap.mmap(file, size)
         self._slot = Slot(0, 1, 0, 0)
         self._last_start = self._tail = 0
@@ -88,7 +89,7 @@ class Journal:
         self.bytes_written = 0
 
     @classmethod
-    def create(cls, path: Path, identity: str, capacity: int, durable: bool) -> Journal:
+    def create(cls, path: Path, identity: str, capacity: int, durable: bool, hot: bool) -> Journal:
         """Make an empty journal in place of any file there.
 
         Args:
@@ -96,6 +97,9 @@ class Journal:
             identity: The state that it belongs to.
             capacity: Bytes of the ring to reserve; it grows when a step needs more.
             durable: Whether `commit` waits for the device.
+            hot: Return to the start of the ring as soon as it is free. When entries are released one by one
+                the same memory is then used again and again and stays in the cache; when many are kept it
+                would waste the ring.
 
         Raises:
             DiskSpaceError: there is not enough room.
@@ -104,7 +108,7 @@ class Journal:
         try:
             size = _BODY + round_up(capacity)
             system.reserve(file, size, str(path.parent))
-            journal = cls(path, file, size, durable)
+            journal = cls(path, file, size, durable, hot)
         except BaseException:
             os.close(file)
             path.unlink(missing_ok=True)
@@ -263,6 +267,8 @@ class Journal:
         if self._slot.last < self._slot.head_sequence:
             return 0 if length <= self.capacity else None
         if self._tail > self._slot.head:
+            if self._hot and length <= self._slot.head:
+                return 0
             if length <= self.capacity - self._tail:
                 return self._tail
             return 0 if length <= self._slot.head else None

@@ -30,7 +30,7 @@ except ImportError:  # Windows
 __all__ = [
     "PAGE",
     "advise_random",
-    "announce_pages",
+    "announce_ranges",
     "available_bytes",
     "blocks_read",
     "boot_identity",
@@ -56,15 +56,15 @@ def advise_random(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_RANDOM)
 
 
-def announce_pages(descriptor: int, starts: list[int], length: int) -> None:
-    """Ask the system to start reading ``[start, start + length)`` for each start, without waiting.
+def announce_ranges(descriptor: int, starts: list[int], lengths: list[int]) -> None:
+    """Ask the system to start reading ranges of a file, without waiting for any of it.
 
     `os.posix_fadvise` is used because it releases the interpreter's lock, which `mmap.madvise` does not.
     """
     advise = getattr(os, "posix_fadvise", None)
     if advise is None:
         return
-    for start in starts:
+    for start, length in zip(starts, lengths, strict=True):
         advise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
 
 

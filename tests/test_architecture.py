@@ -69,6 +69,7 @@ FLOORS = [
         [
             "dsa.kernels",
             "dsa.kernels.geodesic",
+            "dsa.kernels.prefetching",
             "dsa.kernels.random",
             "dsa.kernels.report",
             "dsa.kernels.threads",

@@ -312,8 +312,8 @@ def test_advice_names_whole_ranges(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: calls.append(arguments), raising=False)
     monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", "will need", raising=False)
-    system.announce_pages(7, [0, 8192], 4096)
-    assert calls == [(7, 0, 4096, "will need"), (7, 8192, 4096, "will need")]
+    system.announce_ranges(7, [0, 8192], [4096, 8192])
+    assert calls == [(7, 0, 4096, "will need"), (7, 8192, 8192, "will need")]
 
 
 def test_cache_can_be_dropped_anywhere(descriptor, monkeypatch):

@@ -303,25 +303,33 @@ class MemmapBackend:
         return self._table
 
     def _announce(self, rows: Rows) -> None:
-        starts = system.PAGE + np.unique(rows * self._stride // system.PAGE) * system.PAGE
-        system.announce_pages(self._file, starts.tolist(), _reach(self._dtype.itemsize, self._stride))
+        starts, lengths = _page_runs(rows * self._stride, self._dtype.itemsize)
+        system.announce_ranges(self._file, starts, lengths)
 
     def _announce_range(self, start: int, stop: int) -> None:
         if stop > start:
-            system.announce_pages(
-                self._file, [system.PAGE + start * self._stride], (stop - start) * self._stride
-            )
+            begin, length = system.PAGE + start * self._stride, (stop - start) * self._stride
+            system.announce_ranges(self._file, [begin], [length])
 
     def _was_cold(self, before: int, rows: int) -> bool:
         # One page in a hundred from the disk costs as much as announcing the whole batch.
         return before >= 0 and (system.blocks_read() - before) * _SECTOR > rows * system.PAGE // 100
 
 
-def _reach(record_bytes: int, stride: int) -> int:
-    """Return how many bytes from the start of its first page on a record may reach."""
-    if stride % system.PAGE == 0 or system.PAGE % stride == 0:
-        return -(-record_bytes // system.PAGE) * system.PAGE
-    return system.PAGE + record_bytes
+def _page_runs(starts: Rows, record_bytes: int) -> tuple[list[int], list[int]]:
+    """Return where the runs of pages under records begin in the file, and how long they are, in bytes.
+
+    Args:
+        starts: Where the records start behind the header, increasing.
+        record_bytes: Bytes of a record.
+    """
+    if len(starts) == 0:
+        return [], []
+    first, last = starts // system.PAGE, (starts + record_bytes - 1) // system.PAGE
+    begins = np.flatnonzero(np.append(True, first[1:] > last[:-1] + 1))
+    ends = np.append(begins[1:], len(starts)) - 1
+    lengths = (last[ends] - first[begins] + 1) * system.PAGE
+    return (system.PAGE + first[begins] * system.PAGE).tolist(), lengths.tolist()
 
 
 def _map(file: int, path: Path, rows: int, stride: int, writable: bool) -> tuple[mmap.mmap | None, Words]:

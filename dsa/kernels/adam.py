@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from dsa.conventions import AdamOptions
-from dsa.kernels.checks import all_finite, count_update, is_updatable, moments_finite
+from dsa.kernels.checks import all_finite, count_update, is_finite, is_updatable
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
 from dsa.kernels.report import StepReport
@@ -96,7 +96,7 @@ def _element_wise_rows(
             v[j] = beta2 * v[j] + rate2 * (gradient * gradient)
             w[j] = keep * w[j] - size * (m[j] / (np.sqrt(v[j]) + floor))
         count_update(words, i, layout, constants.stamp)
-        if not (moments_finite(words, i, layout) and all_finite(w.view(np.int32))):
+        if not is_finite(words, i, layout) or (layout.w < 0 and not all_finite(w.view(np.int32))):
             return int(i)
     return -1
 
@@ -134,6 +134,6 @@ def _row_wise_rows(
         for j in range(layout.dim):
             w[j] = keep * w[j] - size * m[j]
         count_update(words, i, layout, constants.stamp)
-        if not (moments_finite(words, i, layout) and all_finite(w.view(np.int32))):
+        if not is_finite(words, i, layout) or (layout.w < 0 and not all_finite(w.view(np.int32))):
             return int(i)
     return -1

@@ -20,8 +20,8 @@ __all__ = [
     "count_update",
     "describe_fault",
     "first_implausible",
+    "is_finite",
     "is_updatable",
-    "moments_finite",
 ]
 
 LAST_COUNT: Final = 2**31 - 1
@@ -51,30 +51,19 @@ def _any_sign(patterns: Words) -> bool:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def moments_finite(words: Words, i: int, layout: WordLayout) -> bool:
-    """Tell whether the moments of record `i` are finite."""
-    return all_finite(words[i, layout.m : layout.m + layout.dim]) and all_finite(
-        words[i, layout.v : layout.v + layout.v_length]
-    )
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _is_negative(words: Words, i: int, layout: WordLayout) -> bool:
-    return (
-        words[i, layout.t] < 0
-        or words[i, layout.s] < 0
-        or _any_sign(words[i, layout.v : layout.v + layout.v_length])
-    )
+def is_finite(words: Words, i: int, layout: WordLayout) -> bool:
+    """Tell whether the moments of record `i`, and its weight if it has one, are finite."""
+    return all_finite(words[i, layout.first : layout.t])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def is_updatable(words: Words, i: int, layout: WordLayout) -> bool:
-    """Tell whether an update may use record `i`: no negative second moment or count.
+    """Tell whether an update may use record `i`: no negative second moment, counter or stamp.
 
     A non-finite number needs no question here: it stays non-finite through every update, and the result is
     checked.
     """
-    return not _is_negative(words, i, layout)
+    return not _any_sign(words[i, layout.v : layout.s + 1])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -88,9 +77,7 @@ def count_update(words: Words, i: int, layout: WordLayout, stamp: int) -> None:
 @njit(nogil=True, cache=True, error_model="numpy")
 def _first_implausible(words: Words, layout: WordLayout) -> int:
     for i in range(words.shape[0]):
-        if _is_negative(words, i, layout) or not moments_finite(words, i, layout):
-            return i
-        if layout.w >= 0 and not all_finite(words[i, layout.w : layout.w + layout.dim]):
+        if not is_updatable(words, i, layout) or not is_finite(words, i, layout):
             return i
     return -1
 

@@ -19,7 +19,8 @@ Floats = NDArray[np.float32]
 class WordLayout(NamedTuple):
     """Where Adam's fields lie in a record, in 32-bit words.
 
-    ``w`` is -1 in records without weights, those of a parameter that stays in memory.
+    The fields follow one another in the order ``w m v t s``. ``w`` is -1 in records without weights, those of
+    a parameter that stays in memory; `first` is where the floating-point fields begin.
     ``v_length`` is D when the second moment is stored per element and 1 when it is stored per row.
     """
 
@@ -30,6 +31,7 @@ class WordLayout(NamedTuple):
     s: int
     dim: int
     v_length: int
+    first: int
 
 
 @lru_cache(maxsize=64)
@@ -37,17 +39,24 @@ def word_layout(dtype: np.dtype[np.void]) -> WordLayout:
     """Return where the fields ``m v t s``, and ``w`` if there is one, of a record dtype lie.
 
     Raises:
-        KeyError: the dtype is not one of Adam's.
+        KeyError: a field is missing.
+        ValueError: the fields are in another order.
 
     Example:
         >>> from dsa.schema import adam_schema
         >>> word_layout(adam_schema(dim=2).dtype)
-        WordLayout(w=0, m=2, v=4, t=6, s=7, dim=2, v_length=2)
+        WordLayout(w=0, m=2, v=4, t=6, s=7, dim=2, v_length=2, first=0)
     """
     fields: Any = dtype.fields
     m, v, t, s = (fields[name][1] // 4 for name in ("m", "v", "t", "s"))
     w = fields["w"][1] // 4 if "w" in fields else -1
-    return WordLayout(w, m, v, t, s, dim=_length(fields["m"][0]), v_length=_length(fields["v"][0]))
+    dim, v_length = _length(fields["m"][0]), _length(fields["v"][0])
+    first = w if w >= 0 else m
+    if (m, v, t, s) != (first + dim * (w >= 0), m + dim, v + v_length, v + v_length + 1):
+        raise ValueError(
+            f"the fields of {dtype} do not follow one another as w m v t s: use dsa.schema.adam_schema"
+        )
+    return WordLayout(w, m, v, t, s, dim, v_length, first)
 
 
 def as_words(records: Records) -> tuple[Words, Floats]:

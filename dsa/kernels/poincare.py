@@ -25,7 +25,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from dsa.conventions import AdamOptions
-from dsa.kernels.checks import all_finite, count_update, is_updatable, moments_finite
+from dsa.kernels.checks import count_update, is_finite, is_updatable
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.geodesic import BALL_EPS, Geodesic, gap_of, geodesic, is_long_inward, transport_coefficients
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
@@ -171,7 +171,7 @@ def _element_wise_rows(
         far += step.clamped and step.length > 1.0
         longest = max(longest, step.length)
         count_update(words, i, layout, constants.stamp)
-        if not (moments_finite(words, i, layout) and all_finite(stored_w.view(np.int32))):
+        if not is_finite(words, i, layout):
             return int(i), clamped, far, longest
     return -1, clamped, far, longest
 
@@ -274,7 +274,7 @@ def _row_wise_rows(
         far += step.clamped and step.length > 1.0
         longest = max(longest, step.length)
         count_update(words, i, layout, constants.stamp)
-        if not (moments_finite(words, i, layout) and all_finite(stored_w.view(np.int32))):
+        if not is_finite(words, i, layout):
             return int(i), clamped, far, longest
     return -1, clamped, far, longest
 
