@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from dsa.conventions import DSA_ADAM, BiasCorrection, Convention, SecondMoment
 from dsa.errors import StateMismatchError, StateWarning
 from dsa.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.manifolds import manifold_of
+from dsa.notices import notify
 from dsa.opening import TableSpec
 from dsa.schema import adam_schema
 from dsa.state import StateDirectory
@@ -147,10 +147,9 @@ def held_tensor(source: Initializer | FromArray, retain: bool) -> torch.Tensor:
         return torch.empty(0)
     if isinstance(source, FromArray) and isinstance(source.array, torch.Tensor):
         return source.array.detach()
-    warnings.warn(
+    notify(
         "retain_params=True keeps nothing here: the table does not come from a tensor",
         StateWarning,
-        stacklevel=4,
     )
     return torch.empty(0)
 
@@ -169,14 +168,29 @@ def named_groups(params: ParamGroups) -> list[dict[str, Any]]:
     items = list(params)
     if not items:
         raise ValueError("params holds no parameter: pass at least one")
-    groups = [dict(item) for item in items if isinstance(item, dict)] or [{"params": items}]
-    if len(groups) not in (1, len(items)):
+    given = [dict(item) for item in items if isinstance(item, dict)]
+    if given and len(given) != len(items):
         raise TypeError("params mixes groups and parameters: pass either")
+    groups = given or [{"params": items}]
     for group in groups:
+        if "params" not in group:
+            raise ValueError(f"the group {group!r} holds no 'params': pass at least one parameter in it")
         group["params"] = list(_flat(group["params"]))
-        for member in group["params"]:
-            _require_table_shape(*member if isinstance(member, tuple) else (None, member))
+    members = [member for group in groups for member in group["params"]]
+    if not members:
+        raise ValueError("params holds no parameter: pass at least one")
+    for member in members:
+        _require_table_shape(*member if isinstance(member, tuple) else (None, member))
+    _require_names([member[0] for member in members if isinstance(member, tuple)])
     return groups
+
+
+def _require_names(names: Sequence[str]) -> None:
+    if "" in names:
+        raise ValueError("a parameter's name can't be empty: pass another")
+    for name in set(names):
+        if names.count(name) > 1:
+            raise ValueError(f"the name {name!r} is given to two parameters: pass different ones")
 
 
 def _flat(members: Any) -> Iterator[Any]:  # noqa: ANN401 - nested iterables of unchecked members
@@ -198,8 +212,10 @@ def _is_named(member: object) -> bool:
 def _require_table_shape(name: str | None, parameter: torch.Tensor) -> None:
     if not isinstance(parameter, torch.Tensor):
         raise TypeError(f"{parameter!r} is not a parameter: pass tensors")
+    what = "a parameter" if name is None else f"the parameter {name!r}"
+    if parameter.is_meta:
+        raise ValueError(f"{what} is on the meta device and holds no numbers: move it to another one")
     if parameter.layout != torch.strided or parameter.dim() != 2 or not parameter.is_floating_point():
-        what = "a parameter" if name is None else f"the parameter {name!r}"
         raise ValueError(
             f"{what} of shape {tuple(parameter.shape)} and dtype {parameter.dtype} can't be a table: sparse "
             "gradients come from 2-D floating tensors of embeddings; hand other parameters to another "

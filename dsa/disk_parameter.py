@@ -10,19 +10,37 @@ import torch
 from dsa.state import StateDirectory
 from dsa.table import Table
 
-__all__ = ["DiskParameter"]
+__all__ = ["DiskParameter", "usable_seed"]
 
 # What optimizers, scalers, trainers and printing ask of a parameter. Everything else would compute with
 # weights that are not there.
 _HARMLESS: Final = frozenset(
     {
-        "__delete__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward", "dim",
-        "element_size",
-        "get_device", "has_names", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_neg",
-        "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
-        "requires_grad_", "retain_grad", "size", "stride",
+        "__delete__", "__format__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward",
+        "dim", "element_size", "get_device", "grad", "has_names", "is_complex",
+        "is_conj", "is_contiguous", "is_floating_point", "is_neg", "ndimension", "nelement", "numel",
+        "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+        "size", "stride",
     }
 )  # fmt: skip
+
+# Attributes that are the weights, or views of them.
+_VALUES: Final = frozenset({"H", "T", "data", "imag", "mH", "mT", "real"})
+
+
+def usable_seed(device: torch.device | str | None, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the number that stands for all elements of a table.
+
+    Raises:
+        ValueError: rows can't be handed out like that.
+    """
+    seed = torch.zeros((), device=device, dtype=dtype)
+    if not seed.is_floating_point() or seed.is_meta:
+        raise ValueError(
+            f"rows of a table on disk can't be handed out with dtype={seed.dtype} on {str(seed.device)!r}: "
+            "pass a floating dtype, and a device that holds numbers"
+        )
+    return seed
 
 
 class DiskParameter(torch.nn.Parameter):
@@ -53,7 +71,7 @@ class DiskParameter(torch.nn.Parameter):
         requires_grad: bool = True,
     ) -> DiskParameter:
         """Make the parameter of an open table."""
-        seed = torch.zeros((), device=device, dtype=dtype)
+        seed = usable_seed(device, dtype)
         parameter = torch.Tensor._make_subclass(cls, seed.expand(len(table), table.dim), requires_grad)
         parameter.state, parameter.table = state, table
         return parameter
@@ -68,9 +86,11 @@ class DiskParameter(torch.nn.Parameter):
     ) -> Any:  # noqa: ANN401 - whatever the function returns
         """Let harmless questions through and refuse computations."""
         name = getattr(func, "__name__", "")
-        if name not in _HARMLESS:
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        asked = attribute if attribute in _VALUES else name
+        if asked not in _HARMLESS:
             raise RuntimeError(
-                f"{name!r} was called on the weight of a table on disk, which has no values in memory: use "
+                f"{asked!r} was called on the weight of a table on disk, which has no values in memory: use "
                 "the rows that the module's forward returns, and penalise or tie those instead of the whole "
                 "table"
             )
@@ -81,6 +101,11 @@ class DiskParameter(torch.nn.Parameter):
         """Apply what `torch.nn.Module.to` would do, without making the table's size of memory."""
         with torch._C.DisableTorchFunctionSubclass():
             seed = convert(torch.zeros((), device=self.device, dtype=self.dtype))
+            if seed.is_meta:
+                raise RuntimeError(
+                    "'meta' is no device for a table on disk: its rows are handed out as numbers; keep the "
+                    "layer where it is"
+                )
             self.data = seed.expand(len(self.table), self.table.dim)
             if self.grad is not None:
                 self.grad = convert(self.grad)

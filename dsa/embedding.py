@@ -13,15 +13,16 @@ from torch.nn import functional
 from dsa.arguments import layout_of_backend
 from dsa.backends.memmap import Allocate, Memmap
 from dsa.creation import Durability, Queue, StorageChoice, TableSpec
-from dsa.disk_parameter import DiskParameter
+from dsa.disk_parameter import DiskParameter, usable_seed
 from dsa.errors import StateMismatchError
 from dsa.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
 from dsa.lookup import look_up
-from dsa.maintenance import write_weights
+from dsa.maintenance import replace_weights, write_weights
 from dsa.manifolds import manifold_of
+from dsa.pretrained import pretrained_options, pretrained_source
 from dsa.reference import check_reference, reference_to
 from dsa.schema import adam_schema
-from dsa.sharing import join_table
+from dsa.sharing import join_tables
 
 __all__ = ["DiskEmbedding", "DiskEmbeddingBag"]
 
@@ -64,12 +65,15 @@ class _DiskModule(torch.nn.Module):
                 f"max_norm={max_norm!r} is a Euclidean norm and means nothing on a ball (k={spec.k!r}): "
                 "leave it out"
             )
+        if max_norm is not None and not max_norm >= 0.0:
+            raise ValueError(f"max_norm={max_norm!r} is out of range: pass a number >= 0, or None")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _padding(padding_idx, num_embeddings)
         self.max_norm = max_norm
         self.norm_type = norm_type
-        state, table = join_table(state_dir, spec, resume, storage)
+        usable_seed(device, dtype)  # before a file is made
+        state, (table,) = join_tables(state_dir, [spec], self, resume, storage)
         self.weight = DiskParameter(state, table, device, dtype)
         self._zero_padding()
 
@@ -143,9 +147,7 @@ class _DiskModule(torch.nn.Module):
         if tuple(weights.shape) != shape:
             error_msgs.append(f"the saved weight is {tuple(weights.shape)} but the table is {shape}")
             return
-        for start, block in FromArray(weights).blocks(max(1, (4 << 20) // (4 * self.embedding_dim))):
-            rows = np.arange(start, start + len(block))
-            write_weights(self.weight.state, self.weight.table, rows, block)
+        replace_weights(self.weight.state, self.weight.table, FromArray(weights))
 
 
 @final
@@ -251,12 +253,12 @@ class DiskEmbedding(_DiskModule):
         """Make a module from weights that exist: an array, memmap, Zarr array, tensor, or a torch module.
 
         Args:
-            embeddings: ``(N, D)`` weights, read block by block.
+            embeddings: ``(N, D)`` weights, read block by block. A module brings its options too.
             freeze: Whether the rows get no gradient.
             options: The constructor's, `state_dir` among them.
         """
-        source = _pretrained(embeddings)
-        module = cls(source.rows, source.dim, init=source, **options)
+        source = pretrained_source(embeddings)
+        module = cls(source.rows, source.dim, init=source, **{**pretrained_options(embeddings), **options})
         module.weight.requires_grad_(not freeze)
         return module
 
@@ -380,8 +382,8 @@ class DiskEmbeddingBag(_DiskModule):
         **options: Any,  # noqa: ANN401 - the constructor's
     ) -> DiskEmbeddingBag:
         """Make a module from weights that exist, as `DiskEmbedding.from_pretrained` does."""
-        source = _pretrained(embeddings)
-        module = cls(source.rows, source.dim, init=source, **options)
+        source = pretrained_source(embeddings)
+        module = cls(source.rows, source.dim, init=source, **{**pretrained_options(embeddings), **options})
         module.weight.requires_grad_(not freeze)
         return module
 
@@ -398,6 +400,8 @@ def _refuse(scale_grad_by_freq: bool, sparse: bool) -> None:
 def _padding(padding_idx: int | None, rows: int) -> int | None:
     if padding_idx is None:
         return None
+    if not isinstance(padding_idx, int):
+        raise TypeError(f"padding_idx={padding_idx!r} is not a row: pass an integer, or None")
     if not -rows <= padding_idx < rows:
         raise ValueError(f"padding_idx={padding_idx!r} is outside the table of {rows} rows: pass a row of it")
     return padding_idx % rows
@@ -429,14 +433,3 @@ def _storage(
     return StorageChoice(
         allocate, layout_of_backend(backend).stride, durability, Queue() if async_writes else None
     )
-
-
-def _pretrained(embeddings: MatrixLike | torch.nn.Module) -> FromArray:
-    if isinstance(embeddings, torch.nn.Embedding | torch.nn.EmbeddingBag):
-        return FromArray(embeddings.weight.detach())
-    source = as_initializer(embeddings)  # type: ignore[arg-type]  # anything else is refused with advice
-    if not isinstance(source, FromArray):
-        raise TypeError(
-            f"{type(embeddings).__name__} is a rule, not weights: pass it as init= to the constructor"
-        )
-    return source

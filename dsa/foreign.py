@@ -29,6 +29,11 @@ def import_sparse_adam(state: StateDirectory, tables: Sequence[Table], foreign: 
     Raises:
         ValueError: entries are missing, unknown, or of another shape; nothing has changed.
     """
+    if isinstance(foreign, Mapping) and not set(foreign) <= set(range(len(tables))):
+        raise ValueError(
+            f"the state dict holds the parameters {sorted(foreign, key=str)} but the optimizer has "
+            f"{len(tables)}: pass the state of the same model"
+        )
     entries = [_checked(foreign, index, table) for index, table in enumerate(tables)]
     for table, (step, first, second) in zip(tables, entries, strict=True):
         rows_per_block = max(1, _BLOCK_BYTES // table.backend.schema.dtype.itemsize)
@@ -58,14 +63,27 @@ def _checked(foreign: Any, index: int, table: Table) -> tuple[int, FromArray, Fr
         )
     shape = (len(table), table.dim)
     for key in ("exp_avg", "exp_avg_sq"):
-        if tuple(entry[key].shape) != shape:
+        given = tuple(getattr(entry[key], "shape", ()))
+        if given != shape:
             raise ValueError(
-                f"{key!r} of parameter {index} is {tuple(entry[key].shape)} but table {table.name!r} is "
-                f"{shape}: pass the state of the same model"
+                f"{key!r} of parameter {index} is {given} but table {table.name!r} is {shape}: pass the "
+                "state of the same model"
             )
     if table.backend.schema.field_bytes(table.backend.schema.fields[-3]) != 4 * table.dim:
         raise ValueError(
             f"table {table.name!r} stores one second moment per row, SparseAdam one per element: build the "
             "optimizer with second_moment='coordinate'"
         )
-    return int(entry["step"]), FromArray(entry["exp_avg"]), FromArray(entry["exp_avg_sq"])
+    step, first, second = int(entry["step"]), FromArray(entry["exp_avg"]), FromArray(entry["exp_avg_sq"])
+    if not 0 <= step < 2**31 - 1:
+        raise ValueError(f"'step' of parameter {index} is {step}: it has to be at least 0 and fit an int32")
+    rows_per_block = max(1, _BLOCK_BYTES // (4 * table.dim))
+    for (_, _), (start, block) in zip(
+        first.blocks(rows_per_block), second.blocks(rows_per_block), strict=True
+    ):
+        if (block < 0.0).any():
+            raise ValueError(
+                f"'exp_avg_sq' of parameter {index} holds a negative number in the rows from {start} on: a "
+                "mean of squares has none"
+            )
+    return step, first, second

@@ -35,6 +35,7 @@ def clip_grad_norm_(
     """
     held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     values = [_values(parameter) for parameter in held if parameter.grad is not None]
+    values = [value for value in values if value.numel()]  # the largest of no elements is not defined
     if not values:
         return torch.tensor(0.0)
     device = values[0].device

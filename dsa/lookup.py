@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dsa.coalesce import as_rows
 from dsa.disk_parameter import DiskParameter
+from dsa.errors import RowTypeError
 from dsa.kernels.rows import unique_inverse
 from dsa.kernels.threads import thread_limit
 from dsa.maintenance import write_weights
@@ -57,6 +58,8 @@ def look_up(
         CorruptRowError: a stored row is implausible.
     """
     table, state = weight.table, weight.state
+    if not isinstance(ids, torch.Tensor):
+        raise RowTypeError(f"the ids for table {table.name!r} are a {type(ids).__name__}: pass a tensor")
     rows = as_rows(to_array(ids).reshape(-1), len(table), table.name)
     unique, inverse = unique_inverse(rows)
     state.require_open()
@@ -65,7 +68,7 @@ def look_up(
         values = read_weights(table, unique)
         if max_norm is not None:
             changed = _clip(values, max_norm, norm_type)
-            if training and len(changed):
+            if training and torch.is_grad_enabled() and len(changed):
                 write_weights(state, table, unique[changed], values[changed])
     gathered = _onto(torch.from_numpy(values), weight)
     if torch.is_grad_enabled() and weight.requires_grad:
@@ -97,7 +100,8 @@ class _Gather(torch.autograd.Function):
         if padding is not None:
             kept = np.flatnonzero(np.arange(len(rows)) != padding)
             rows, grad = rows[kept], grad[_onto_device(torch.from_numpy(kept), grad.device)]
-        indices = _onto_device(torch.from_numpy(rows), grad.device)[None]
+        # A copy: torch can't enlarge memory of numpy's, which it does when it adds to an empty gradient.
+        indices = torch.tensor(rows, device=grad.device)[None]
         sparse = torch.sparse_coo_tensor(indices, grad, ctx.size, check_invariants=False, is_coalesced=True)
         return sparse, None, None, None
 

@@ -7,22 +7,32 @@ finished by `finish_change`, no row being changed twice.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsa.curvature import CurvatureMap, recurve
 from dsa.errors import StateCorruptError, StateWarning
+from dsa.init import FromArray
 from dsa.kernels.checks import first_implausible
 from dsa.manifolds import Euclidean, manifold_of
+from dsa.notices import notify
 from dsa.schema import Records, Rows
 from dsa.state import StateDirectory
 from dsa.table import Table, blank_records, corrupt_row, stamp_of
 
-__all__ = ["change_curvature", "finish_change", "implausible_rows", "reproject", "write_weights"]
+__all__ = [
+    "change_curvature",
+    "finish_change",
+    "implausible_rows",
+    "replace_weights",
+    "reproject",
+    "write_weights",
+]
+
+_BLOCK_BYTES: Final = 4 << 20
 
 
 def change_curvature(
@@ -76,11 +86,10 @@ def reproject(state: StateDirectory, table: Table) -> int:
         projected += int(outside.sum())
         reset += int(broken.sum())
     if reset:
-        warnings.warn(
+        notify(
             f"{reset} rows of table {table.name!r} held implausible values and were reset: if that is "
             "unexpected, check the disk",
             StateWarning,
-            stacklevel=4,
         )
     return projected
 
@@ -99,6 +108,24 @@ def write_weights(state: StateDirectory, table: Table, rows: Rows, weights: NDAr
     memory["w"] = weights
     memory["s"] = stamp_of(state.global_step)
     state.commit()
+
+
+def replace_weights(state: StateDirectory, table: Table, source: FromArray) -> None:
+    """Set the weights of all rows, brought into the table's space, block by block; see `write_weights`.
+
+    Raises:
+        ValueError: a weight is not finite; nothing has changed.
+    """
+    block_rows = max(1, _BLOCK_BYTES // (4 * table.dim))
+    for _ in source.blocks(block_rows):
+        pass
+    state.require_open()
+    with state.exclusive:
+        state.settle()
+        finish_change(state)
+        for start, block in source.blocks(block_rows):
+            inside = table.space.project(block.astype(np.float64))[0].astype(np.float32)
+            write_weights(state, table, np.arange(start, start + len(block)), inside)
 
 
 def finish_change(state: StateDirectory) -> None:

@@ -6,7 +6,6 @@ Every mismatch, and every partial, truncated or foreign file, is an error before
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +31,7 @@ from dsa.errors import (
     StateWarning,
 )
 from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata, write_metadata
+from dsa.notices import notify
 from dsa.recovery import continue_state
 from dsa.state import StateDirectory
 
@@ -170,9 +170,7 @@ def _replace(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage
         return create_state(path, lock, specs, storage)
     check_sources(path, specs, storage)
     require_space(path, specs, storage, freed=sum(_occupied(file) for file in files))
-    warnings.warn(
-        f"resume=False replaces the state in {str(path)!r}: what it held is lost", StateWarning, stacklevel=5
-    )
+    notify(f"resume=False replaces the state in {str(path)!r}: what it held is lost", StateWarning)
     write_metadata(path, Metadata("creating", "", note="replacing an older state, which is lost"))
     for file in (*files, path / JOURNAL_NAME):
         file.unlink(missing_ok=True)

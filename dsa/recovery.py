@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dsa.init import from_json
 from dsa.journal import Journal
 from dsa.manifolds import curvature_from_json
 from dsa.metadata import METADATA_NAME, Metadata, table_file_name, write_metadata
+from dsa.notices import notify
 from dsa.progress import Progress
 from dsa.schema import Schema
 from dsa.state import StateDirectory, apply_entry
@@ -74,20 +74,18 @@ def continue_state(
 def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: int | None) -> None:
     """Bring tables and metadata of a directory that was not closed to its last committed step, durably."""
     if stored.durability == "none":
-        warnings.warn(
+        notify(
             f"the state in {str(path)!r} was not closed and has no journal (durability='none'): the rows of "
             "its last steps may be partly new, and the count of steps is that of the last flush, "
             f"{stored.global_step}",
             StateWarning,
-            stacklevel=6,
         )
         return
     if stored.durability == "process" and stored.boot != system.boot_identity():
-        warnings.warn(
+        notify(
             f"the machine was restarted while the state in {str(path)!r} was open: with durability='process' "
             "that may have lost or torn steps; durability='power' survives it",
             StateWarning,
-            stacklevel=6,
         )
     journal = Journal.open(path / JOURNAL_NAME, stored.identity, durable=False)
     try:
@@ -157,11 +155,10 @@ def warn_of_curvature(table: Table, spec: TableSpec, change: dict[str, Any] | No
     if change is not None and change.get("table") == table.name:
         stored = change.get("k", stored)  # an interrupted set_curvature is finished at the first use
     if stored != spec.k:
-        warnings.warn(
+        notify(
             f"table {table.name!r} was stored with k={stored!r}, which is kept; the k={spec.k!r} asked for "
             f"is ignored: call set_curvature({spec.k!r}) to change it",
             StateWarning,
-            stacklevel=6,
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from dsa.errors import StateMismatchError
 from dsa.state import StateDirectory
 
 __all__ = ["check_reference", "merged_groups", "reference_to"]
+
+_KEYS: Final = {"directory", "identity", "global_step", "tables"}
 
 
 def reference_to(state: StateDirectory, tables: list[str]) -> dict[str, Any]:
@@ -27,6 +29,8 @@ def check_reference(state: StateDirectory, tables: list[str], reference: dict[st
         StateMismatchError: it is to another state, another step, or other tables.
     """
     where = repr(str(state.path))
+    if not isinstance(reference, dict) or not reference.keys() >= _KEYS:
+        raise ValueError(f"{reference!r} is no reference to a state: pass what state_dict() returned")
     if reference["identity"] != state.identity:
         raise StateMismatchError(
             f"the state dict belongs to another state ({reference['directory']!r}) than the open one in "
@@ -60,6 +64,8 @@ def merged_groups(groups: object, own: list[dict[str, Any]]) -> list[dict[str, A
         raise ValueError(f"the state dict has {count} groups, the optimizer {len(own)}: build it alike")
     merged = []
     for saved, group in zip(groups, own, strict=True):
+        if not isinstance(saved, dict) or not isinstance(saved.get("params"), list):
+            raise ValueError(f"{saved!r} is not a parameter group: pass what state_dict() returned")
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"a group of the state dict has {len(saved['params'])} parameters where the optimizer's has "

@@ -7,19 +7,20 @@ in it. Whoever comes first opens it and its options hold; whoever comes later ge
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final, NamedTuple
 
 from dsa.creation import Storage, StorageChoice, TableSpec, add_table
 from dsa.errors import StateWarning
+from dsa.notices import notify
 from dsa.opening import open_state
 from dsa.recovery import match_table, warn_of_curvature
 from dsa.state import StateDirectory
 from dsa.table import Table
 
-__all__ = ["join_table"]
+__all__ = ["check_choice", "check_resume", "join_tables"]
 
 
 class _Opening(NamedTuple):
@@ -31,19 +32,26 @@ _SHARED: Final[weakref.WeakValueDictionary[str, StateDirectory]] = weakref.WeakV
 _OPENINGS: Final[weakref.WeakKeyDictionary[StateDirectory, _Opening]] = weakref.WeakKeyDictionary()
 
 
-def join_table(
-    directory: str | os.PathLike[str], spec: TableSpec, resume: bool | None, choice: StorageChoice
-) -> tuple[StateDirectory, Table]:
-    """Return the state of a directory, opened now or before, and the table asked for, stored or made now.
+def join_tables(
+    directory: str | os.PathLike[str],
+    specs: Sequence[TableSpec],
+    user: object,
+    resume: bool | None,
+    choice: StorageChoice,
+) -> tuple[StateDirectory, list[Table]]:
+    """Return the state of a directory, opened now or before, and the tables asked for, stored or made now.
+
+    Nothing is made, and nothing stays open that was not, when one of them can't be had.
 
     Args:
         directory: The state directory.
-        spec: The table.
+        specs: The tables.
+        user: Who uses them: as long as it lives, nobody else gets them.
         resume: As for `dsa.opening.open_state`; the same for all that share the directory.
         choice: Storage options; None means the default, or what the directory was opened with.
 
     Raises:
-        ValueError: the name is taken in this process, or an option differs from what the directory was opened
+        ValueError: a name is taken in this process, or an option differs from what the directory was opened
             with.
         StateError: as for `dsa.opening.open_state`.
     """
@@ -51,47 +59,74 @@ def join_table(
     state = _SHARED.get(path)
     if state is None or not state.is_open:
         storage = choice.complete()
-        state = open_state(directory, [spec], resume, storage, exact=False)
+        state = open_state(directory, specs, resume, storage, exact=False)
         _SHARED[path] = state
         _OPENINGS[state] = _Opening(resume, storage)
-    else:
-        _check_same(path, _OPENINGS[state], resume, choice)
-    if spec.name in state.claimed:
+        try:
+            return state, _claim(state, specs, user)
+        except BaseException:
+            state.close()
+            raise
+    check_choice(state, choice)
+    check_resume(state, resume)
+    return state, _claim(state, specs, user)
+
+
+def check_resume(state: StateDirectory, resume: bool | None) -> None:
+    """Check an option against the one that an open directory was opened with.
+
+    Raises:
+        ValueError: it differs.
+    """
+    opened = _OPENINGS[state].resume
+    if resume != opened:
         raise ValueError(
-            f"the table name {spec.name!r} is taken in {path!r}: give each module a name= of its own"
+            f"resume={resume!r} differs from resume={opened!r}, with which {str(state.path)!r} was opened: "
+            "pass the same to all that share it"
         )
-    table = _claim(state, spec, _OPENINGS[state])
-    state.claimed.add(spec.name)
-    return state, table
 
 
-def _claim(state: StateDirectory, spec: TableSpec, opening: _Opening) -> Table:
+def check_choice(state: StateDirectory, choice: StorageChoice) -> None:
+    """Check storage options that were given against those that an open directory was opened with.
+
+    Raises:
+        ValueError: one differs.
+    """
+    storage = _OPENINGS[state].storage
+    for field in fields(choice):
+        value, opened = getattr(choice, field.name), getattr(storage, field.name)
+        if value is not None and value != opened:
+            raise ValueError(
+                f"{field.name}={value!r} differs from {opened!r}, with which {str(state.path)!r} was opened: "
+                "whoever opens a directory chooses; leave it out"
+            )
+
+
+def _claim(state: StateDirectory, specs: Sequence[TableSpec], user: object) -> list[Table]:
+    for spec in specs:
+        if spec.name in state.users:
+            raise ValueError(
+                f"the table name {spec.name!r} is taken in {str(state.path)!r}: give each module a name= of "
+                "its own; an optimizer that was built earlier over the same parameters has to be closed "
+                "first"
+            )
+    tables = [_table(state, spec) for spec in specs]
+    for spec in specs:
+        state.users[spec.name] = user
+    return tables
+
+
+def _table(state: StateDirectory, spec: TableSpec) -> Table:
     table = state.tables.get(spec.name)
     if table is not None:
         match_table(table, spec)
         warn_of_curvature(table, spec)
         return table
+    opening = _OPENINGS[state]
     if opening.resume:
-        warnings.warn(
+        notify(
             f"the state in {str(state.path)!r} holds no table {spec.name!r} but {sorted(state.tables)}: a "
             "new one is made; if that is not meant, check the name",
             StateWarning,
-            stacklevel=6,
         )
     return add_table(state, spec, opening.storage)
-
-
-def _check_same(path: str, opening: _Opening, resume: bool | None, choice: StorageChoice) -> None:
-    given = {field.name: getattr(choice, field.name) for field in fields(choice)}
-    opened = {field.name: getattr(opening.storage, field.name) for field in fields(opening.storage)}
-    for name, value in given.items():
-        if value is not None and value != opened[name]:
-            raise ValueError(
-                f"{name}={value!r} differs from {opened[name]!r}, with which {path!r} was opened: whoever "
-                "opens a directory chooses; leave it out"
-            )
-    if resume != opening.resume:
-        raise ValueError(
-            f"resume={resume!r} differs from resume={opening.resume!r}, with which {path!r} was opened: pass "
-            "the same to all that share it"
-        )

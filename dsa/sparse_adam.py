@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, NamedTuple, NoReturn, Self, final, overload
 
+import numpy as np
 import torch
 
 from dsa import maintenance
@@ -19,24 +19,23 @@ from dsa.arguments import (
     layout_of_backend,
     named_groups,
     named_table,
-    require_second_moment,
 )
 from dsa.backends.memmap import Allocate, Memmap
 from dsa.coalesce import as_gradient, as_rows, coalesce
 from dsa.conventions import AdamOptions, BiasCorrection, Convention, SecondMoment, VTransport, WeightDecayMode
-from dsa.creation import Durability, Queue, StorageChoice, TableSpec
+from dsa.creation import Durability, Queue, StorageChoice
 from dsa.disk_parameter import DiskParameter
-from dsa.errors import TrainingWarning
+from dsa.errors import StateMismatchError, TrainingWarning
 from dsa.foreign import import_sparse_adam
-from dsa.holders import is_abandoned
-from dsa.init import Zeros
+from dsa.holders import abandoned
 from dsa.kernels.layout import Floats
 from dsa.kernels.threads import thread_limit
+from dsa.notices import notify
 from dsa.prefetch import Prefetcher
 from dsa.reference import check_reference, merged_groups, reference_to
+from dsa.registration import Registry, require_ball
 from dsa.resident import put_rows, take_rows
-from dsa.schema import Rows, adam_schema
-from dsa.sharing import join_table
+from dsa.schema import Rows
 from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
 from dsa.table import Table
@@ -149,13 +148,13 @@ class DiskSparseAdam(torch.optim.Optimizer):
             v_transport=v_transport,
             max_step=max_step,
         )
-        self._directory = state_dir
-        self._resume = resume
-        self._choice = StorageChoice(
+        choice = StorageChoice(
             allocate, layout_of_backend(backend).stride, durability, Queue() if async_writes else None
         )
+        self._registry = Registry(state_dir, resume, choice, second_moment)
         self._state: StateDirectory | None = None
         self._tables: dict[torch.Tensor, Table] = {}
+        self._told: set[torch.Tensor] = set()
         self._watch, self._counters, self._prefetcher = ClampWatch(), Counters(), Prefetcher()
         defaults = {
             "lr": lr,
@@ -165,8 +164,12 @@ class DiskSparseAdam(torch.optim.Optimizer):
             "weight_decay_mode": weight_decay_mode,
             "maximize": maximize,
         }
-        _group_options(defaults, self._fixed)
-        super().__init__(named_groups(params), defaults)
+        groups = named_groups(params)
+        for group in groups:
+            _group_options({**defaults, **group}, self._fixed)
+        require_ball(max_step, groups)
+        super().__init__(groups, defaults)
+        self._register()
 
     @property
     def global_step(self) -> int:
@@ -187,9 +190,10 @@ class DiskSparseAdam(torch.optim.Optimizer):
         (group,) = named_groups([param_group])
         _group_options({**self.defaults, **group}, self._fixed)
         super().add_param_group(group)
-        added = self.param_groups[-1]
+        if self._state is None:
+            return  # the constructor adds its groups one by one, and registers them together
         try:
-            self._register(added["params"], added.get("param_names"))
+            self._register()
         except BaseException:
             self.param_groups.pop()
             raise
@@ -224,8 +228,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
             grads = self._gradients()
             if grads:
                 self._update(grads)
-            else:
-                self._warn_if_replaced()
+            self._warn_if_replaced()
         return loss
 
     def prefetch(self, indices: Any, name: str | None = None) -> None:  # noqa: ANN401 - a tensor, an array or a list
@@ -267,7 +270,11 @@ class DiskSparseAdam(torch.optim.Optimizer):
             StateMismatchError: the dict belongs to another state, or to another step of this one.
             ValueError: the dict does not fit the parameters.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"{type(state_dict).__name__} is no state dict: pass what state_dict() returned")
         merged = merged_groups(state_dict.get("param_groups"), self.param_groups)
+        for group in merged:
+            _group_options(group, self._fixed)
         with self._ready() as state:
             if "dsa" in state_dict:
                 check_reference(state, self.param_names, state_dict["dsa"])
@@ -306,45 +313,9 @@ class DiskSparseAdam(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(_PICKLING)
 
-    def _register(self, parameters: list[torch.Tensor], names: list[str] | None) -> None:
-        for parameter in parameters:
-            if isinstance(parameter, DiskParameter):
-                self._adopt(parameter)
-        for index, parameter in enumerate(parameters):
-            if parameter not in self._tables:
-                name = f"param_{len(self._tables)}" if names is None else names[index]
-                self._tables[parameter] = self._join(parameter, name)
-
-    def _adopt(self, parameter: DiskParameter) -> None:
-        if self._state is not None and parameter.state is not self._state:
-            raise ValueError(
-                f"{parameter!r} lies in another directory than {str(self._state.path)!r}: make all modules "
-                "of one optimizer with the same state_dir, so that a step is one transaction"
-            )
-        require_second_moment(parameter.state, parameter.table, self._fixed.second_moment)
-        self._state = parameter.state
-        self._tables[parameter] = parameter.table
-
-    def _join(self, parameter: torch.Tensor, name: str) -> Table:
-        directory = self._directory
-        if self._state is not None:
-            if directory is not None and os.path.realpath(directory) != os.path.realpath(self._state.path):
-                raise ValueError(
-                    f"state_dir={str(directory)!r} is not {str(self._state.path)!r}, where the disk "
-                    "embeddings are: pass the same directory"
-                )
-            directory = self._state.path
-        if directory is None:
-            raise ValueError(
-                f"the parameter {name!r} is an ordinary one, whose state needs a place: pass state_dir="
-            )
-        second = self._fixed.second_moment
-        schema = adam_schema(
-            parameter.shape[1], second_moment_per="row" if second == "row" else "element", weights=False
-        )
-        spec = TableSpec(name, schema, Zeros(parameter.shape[0], parameter.shape[1]), 0.0, second, 1.0)
-        self._state, table = join_table(directory, spec, self._resume, self._choice)
-        return table
+    def _register(self) -> None:
+        """Find or make the tables of the parameters that have none yet."""
+        self._state, self._tables = self._registry.tables(self.param_groups, self._tables, self)
 
     def _gradients(self) -> list[tuple[torch.Tensor, torch.Tensor, AdamOptions]]:
         grads = []
@@ -379,10 +350,13 @@ class DiskSparseAdam(torch.optim.Optimizer):
                 )
                 for part, records in zip(parts, memory, strict=True)
             ]
-            state.commit()
+            try:
+                state.commit()
+            finally:
+                # One that was interrupted is completed by the next call, so that it counts too.
+                if not state.is_settled or state.global_step == progress.global_step:
+                    _put_weights(parts)
             for part, report in zip(parts, reports, strict=True):
-                if part.weights is not None:
-                    put_rows(part.parameter, part.rows, part.weights)
                 self._prefetcher.note_use(part.table, part.rows)
                 self._counters.note(report)
             curved = [
@@ -394,8 +368,17 @@ class DiskSparseAdam(torch.optim.Optimizer):
 
     def _part(self, parameter: torch.Tensor, grad: torch.Tensor, options: AdamOptions) -> _Part:
         table = self._tables[parameter]
-        rows = as_rows(to_array(grad._indices()[0]), len(table), table.name)
-        values = as_gradient(to_array(grad._values()), len(rows), table.dim, table.name)
+        if parameter.shape != (len(table), table.dim):
+            raise StateMismatchError(
+                f"the parameter {table.name!r} is {tuple(parameter.shape)} now but its table is {len(table)} "
+                f"x {table.dim}: build a new optimizer after changing a parameter's shape"
+            )
+        if grad._nnz() == 0:
+            # numpy would pin the storage of the gradient, which torch has to enlarge in the next backward.
+            rows, values = np.empty(0, np.int64), np.empty((0, table.dim), np.float32)
+        else:
+            rows = as_rows(to_array(grad._indices()[0]), len(table), table.name)
+            values = as_gradient(to_array(grad._values()), len(rows), table.dim, table.name)
         rows, values = coalesce(rows, values, table.name)
         weights = None if isinstance(parameter, DiskParameter) else take_rows(parameter, rows)
         return _Part(parameter, table, rows, values, options, weights)
@@ -415,15 +398,23 @@ class DiskSparseAdam(torch.optim.Optimizer):
         return self._state
 
     def _warn_if_replaced(self) -> None:
-        for parameter, table in self._tables.items():
-            if parameter.requires_grad and is_abandoned(parameter):
-                warnings.warn(
-                    f"the parameter {table.name!r} gets no gradients and nobody but the optimizer holds it: "
-                    "the module's weight was probably replaced or resized after the optimizer was built; "
-                    "build a new optimizer",
+        if all(parameter.grad is not None for parameter in self._tables):
+            return
+        for parameter in abandoned(self._tables):
+            if parameter.grad is None and parameter.requires_grad and parameter not in self._told:
+                self._told.add(parameter)
+                notify(
+                    f"the parameter {self._tables[parameter].name!r} gets no gradients and nobody but the "
+                    "optimizer holds it: the module's weight was probably replaced or resized after the "
+                    "optimizer was built; build a new optimizer",
                     TrainingWarning,
-                    stacklevel=4,
                 )
+
+
+def _put_weights(parts: Sequence[_Part]) -> None:
+    for part in parts:
+        if part.weights is not None:
+            put_rows(part.parameter, part.rows, part.weights)
 
 
 def _group_options(group: dict[str, Any], fixed: AdamOptions) -> AdamOptions:
@@ -432,7 +423,10 @@ def _group_options(group: dict[str, Any], fixed: AdamOptions) -> AdamOptions:
     Raises:
         ValueError: one is out of range.
     """
-    beta1, beta2 = group["betas"]
+    try:
+        beta1, beta2 = group["betas"]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"betas={group['betas']!r} are not two numbers: pass a pair") from error
     return replace(
         fixed,
         lr=float(group["lr"]),

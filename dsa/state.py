@@ -53,7 +53,8 @@ class StateDirectory:
         self.global_step = metadata.global_step
         self.change: dict[str, Any] | None = metadata.change
         self.exclusive = threading.RLock()
-        self.claimed: set[str] = set()
+        # By whom each table is used; a table is free again when its user is gone.
+        self.users: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         self.steps_taken = 0
         self._metadata = metadata
         self._lock: int | None = lock
@@ -73,6 +74,11 @@ class StateDirectory:
     def is_open(self) -> bool:
         """Whether the state can be used by this process."""
         return self._lock is not None and os.getpid() == self._process
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no transaction waits to be completed."""
+        return self._pending is None
 
     @property
     def identity(self) -> str:
@@ -186,6 +192,8 @@ class StateDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+        # A thread that does not exist in the child may have held it.
+        self.exclusive = threading.RLock()
 
     def __del__(self) -> None:
         if getattr(self, "_lock", None) is not None and os.getpid() == self._process:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from typing import Final, final
 
 from dsa.errors import TrainingWarning
+from dsa.notices import notify
 
 __all__ = ["ClampWatch"]
 
@@ -47,11 +47,10 @@ class ClampWatch:
         self._far += far
         if not self.warned and len(self._recent) == _STEPS and self._far > _SHARE * self._rows:
             self.warned = True
-            warnings.warn(
+            notify(
                 f"{self._far} of the {self._rows} rows of the last {_STEPS} steps were carried to the edge "
                 "of the ball by steps longer than one hyperbolic unit, where they hardly learn: lower the "
                 "learning rate, pass max_step (0.5, say), use second_moment='row', start with a burn-in at "
                 "a tenth of the rate, or raise eps",
                 TrainingWarning,
-                stacklevel=4,
             )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Final
 
 import numpy as np
 
 from dsa.errors import StateWarning
 from dsa.init import FromArray, Initializer
+from dsa.notices import notify
 from dsa.table import Table, blank_records
 
 __all__ = ["write_initial_weights"]
@@ -47,11 +47,10 @@ def _ball_factor(table: Table, source: FromArray, block: int) -> float:
     limit = table.init_max_norm_fraction / math.sqrt(table.k)
     if longest <= limit * (1.0 + 1e-6):
         return 1.0
-    warnings.warn(
+    notify(
         f"the longest row of table {table.name!r} has norm {longest:.4g}, beyond "
         f"{table.init_max_norm_fraction:g} of the radius of the ball with k={table.k:g}: all its rows are "
         f"scaled by {limit / longest:.4g}; pass smaller weights, or another init_max_norm_fraction",
         StateWarning,
-        stacklevel=9,
     )
     return limit / longest

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from dsa.backends.base import StateBackend
 from dsa.errors import StateClosedError, StateError, TrainingWarning
 from dsa.kernels.row_index import RowIndex
 from dsa.kernels.rows import sort_stable
+from dsa.notices import notify
 from dsa.schema import Records, Rows, Schema
 
 __all__ = ["WriteBehind", "WriterStatus"]
@@ -242,12 +242,11 @@ class WriteBehind:
 
     def _fall_back(self) -> None:
         if self.sync_fallbacks == 0:
-            warnings.warn(
+            notify(
                 f"the write queue stayed full ({self._limit} batches) for {self._timeout:g} s, so that a "
                 "step writes them itself: the disk is slower than training; raise max_queue_size to absorb "
                 "bursts, or use a faster disk",
                 TrainingWarning,
-                stacklevel=6,
             )
         self.sync_fallbacks += 1
         self._write_oldest()

@@ -22,7 +22,7 @@ FLOORS = [
     ("commands and examples", ["dsa.demo.*", "dsa.bench.*", "dsa.examples.*", "dsa.testing.*"]),
     ("the package", ["dsa"]),
     ("façades", ["dsa.embedding", "dsa.optimizer", "dsa.sparse_adam"]),
-    ("rows into autograd", ["dsa.lookup"]),
+    ("rows into autograd, parameters to tables", ["dsa.lookup", "dsa.registration"]),
     (
         "what façades delegate to",
         [
@@ -38,7 +38,7 @@ FLOORS = [
             "dsa.watch",
         ],
     ),
-    ("parameters that stand for tables", ["dsa.disk_parameter", "dsa.holders", "dsa.resident"]),
+    ("parameters that stand for tables", ["dsa.disk_parameter", "dsa.holders", "dsa.pretrained", "dsa.resident"]),
     ("opening a state", ["dsa.opening"]),
     ("recovery of a state", ["dsa.recovery"]),
     ("creation of a state", ["dsa.creation"]),
@@ -75,7 +75,7 @@ FLOORS = [
             "dsa.kernels.threads",
         ],
     ),
-    ("options and layout", ["dsa.conventions", "dsa.schema"]),
+    ("options and layout", ["dsa.conventions", "dsa.notices", "dsa.schema"]),
     ("errors", ["dsa.errors"]),
 ]  # fmt: skip
 
@@ -103,6 +103,8 @@ GUARDED = {
         "dsa.holders",
         "dsa.lookup",
         "dsa.optimizer",
+        "dsa.pretrained",
+        "dsa.registration",
         "dsa.resident",
         "dsa.sparse_adam",
         "dsa.tensors",

@@ -1,0 +1,123 @@
+"""`DiskEmbeddingBag` beside `torch.nn.EmbeddingBag`."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from layers import contents
+
+from dsa import DiskEmbeddingBag
+
+FORMS = [
+    (mode, padding, last, weighted)
+    for mode, padding, last, weighted in itertools.product(
+        ("sum", "mean", "max"), (None, 3), (False, True), (False, True)
+    )
+    if mode == "sum" or not weighted
+]
+BATCHES = {
+    "offsets": (12, torch.tensor([0, 3, 3, 7])),
+    "one bag": (12, torch.tensor([0])),
+    "two dimensions": ((3, 4), None),
+    "no ids": (0, torch.tensor([0, 0])),
+}
+
+
+def random_batch(shape, offsets, last, weighted):
+    draws = torch.Generator().manual_seed(len(str(shape)))
+    ids = torch.randint(0, 10, (shape,) if isinstance(shape, int) else shape, generator=draws)
+    if last and offsets is not None:
+        offsets = torch.cat([offsets, torch.tensor([ids.numel()])])
+    factors = torch.randn(ids.shape, generator=draws) if weighted else None
+    return ids, offsets, factors
+
+
+@pytest.mark.parametrize(("mode", "padding", "last", "weighted"), FORMS)
+def test_values_and_gradients_are_torchs(make, mode, padding, last, weighted):
+    torch.manual_seed(0)
+    reference = torch.nn.EmbeddingBag(10, 4, mode=mode, padding_idx=padding, include_last_offset=last)
+    layer = make.pretrained(
+        reference, kind=DiskEmbeddingBag, mode=mode, padding_idx=padding, include_last_offset=last
+    )
+    for shape, offsets in BATCHES.values():
+        ids, given, factors = random_batch(shape, offsets, last, weighted)
+        held = [None if factors is None else factors.clone().requires_grad_() for _ in range(2)]
+        expected, output = reference(ids, given, held[0]), layer(ids, given, held[1])
+        np.testing.assert_allclose(output.detach(), expected.detach(), rtol=1e-6, atol=1e-7)
+        reference.weight.grad = layer.weight.grad = None
+        direction = torch.randn(expected.shape)
+        (expected * direction).sum().backward()
+        (output * direction).sum().backward()
+        gradient = layer.weight.grad
+        assert gradient.is_sparse
+        np.testing.assert_allclose(gradient.to_dense(), reference.weight.grad, rtol=1e-5, atol=1e-6)
+        if weighted:
+            np.testing.assert_allclose(held[1].grad, held[0].grad, rtol=1e-5, atol=1e-6)
+
+
+WRONG = {
+    "no offsets": (torch.tensor([1, 2]), None),
+    "offsets do not begin at 0": (torch.tensor([1, 2]), torch.tensor([1])),
+    "offsets beyond the ids": (torch.tensor([1, 2]), torch.tensor([0, 5])),
+    "offsets of a matrix": (torch.tensor([[1, 2]]), torch.tensor([0])),
+    "no dimension": (torch.tensor(1), torch.tensor([0])),
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG.values(), ids=WRONG)
+def test_torchs_complaints_pass_through(make, arguments):
+    layer, reference = make.bag(10, 4), torch.nn.EmbeddingBag(10, 4)
+    with pytest.raises((ValueError, RuntimeError)) as expected:
+        reference(*arguments)
+    with pytest.raises((ValueError, RuntimeError)) as given:
+        layer(*arguments)
+    assert (type(given.value), str(given.value)) == (type(expected.value), str(expected.value))
+
+
+def test_each_distinct_row_is_read_once(make):
+    layer = make.bag(10, 4)
+    optimizer = make.adam(layer)
+    layer(torch.tensor([1, 2, 2, 2, 1]), torch.tensor([0, 2]))
+    assert optimizer.stats()["rows_read"] == 2
+
+
+def test_max_norm_and_padding(make):
+    layer = make.bag(4, 2, 3.0, mode="sum", max_norm=1.0, padding_idx=-1)
+    assert layer.padding_idx == 3
+    np.testing.assert_allclose(layer(torch.tensor([[1, 3]])).detach(), [[0.7071068] * 2], rtol=1e-6)
+    assert "padding_idx=3, max_norm=1.0" in repr(layer)
+
+
+def test_evaluation_writes_nothing(make):
+    layer = make.bag(4, 2, 3.0, max_norm=1.0)
+    layer.flush()
+    before = contents(make.directory())
+    layer.eval()
+    np.testing.assert_allclose(layer(torch.tensor([[1], [2]])).detach(), 0.7071068, rtol=1e-6)
+    assert contents(make.directory()) == before
+
+
+def test_a_torch_bag_is_taken_over(make):
+    reference = torch.nn.EmbeddingBag(5, 3, mode="sum", padding_idx=1, include_last_offset=True)
+    layer = DiskEmbeddingBag.from_pretrained(reference, state_dir=make.directory())
+    make.callback(layer.close)
+    assert (layer.mode, layer.padding_idx, layer.include_last_offset) == ("sum", 1, True)
+    assert not layer.weight.requires_grad
+    ids = torch.arange(5)[:, None]
+    assert torch.equal(layer(ids), reference(ids).detach())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "min"}, "mode='min' is not known: use 'sum', 'mean' or 'max'"),
+        ({"scale_grad_by_freq": True}, "does not exist for sparse gradients"),
+        ({"sparse": False}, "a gradient as large as the table"),
+        ({"padding_idx": 10}, "padding_idx=10 is outside the table of 10 rows"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_file_is_made(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make.bag(10, 4, **options)
+    assert not make.directory().exists()

@@ -1,0 +1,220 @@
+"""The parameter that stands for a table: what may be asked of it, and what would compute with no weights."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from layers import backward, row, step
+
+from dsa import DiskEmbedding, init
+
+ROWS, DIM = 100_000_000, 64
+"""25.6 GB as a dense tensor."""
+
+
+@pytest.fixture
+def huge(make):
+    return make.disk(ROWS, DIM, init=init.Normal(ROWS, DIM, seed=1), allocate="sparse")
+
+
+def test_counting_and_printing(huge):
+    model = torch.nn.Sequential(huge, torch.nn.Linear(DIM, 1))
+    assert sum(parameter.numel() for parameter in model.parameters()) == ROWS * DIM + DIM + 1
+    assert (
+        sum(parameter.numel() * parameter.element_size() for parameter in huge.parameters()) == ROWS * DIM * 4
+    )
+    assert repr(huge).startswith(f"DiskEmbedding({ROWS}, {DIM}, table='embedding', state_dir=")
+    wanted = f"DiskParameter('embedding': {ROWS} x {DIM} in "
+    assert wanted in repr(huge.weight)
+    assert wanted in str(list(model.parameters()))
+    assert wanted in f"{huge.weight}"
+    assert "DiskEmbedding" in str(model)
+
+
+def test_what_trainers_ask(huge):
+    weight = huge.weight
+    assert isinstance(weight, torch.nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.device.type) == ((ROWS, DIM), torch.float32, "cpu")
+    assert (weight.ndim, weight.dim(), weight.size(0), len(weight)) == (2, 2, ROWS, ROWS)
+    assert weight.is_leaf
+    assert weight.requires_grad
+    assert weight.is_floating_point()
+    assert not weight.is_sparse
+    assert not weight.is_complex()
+    assert weight.grad is None
+    assert weight in {weight}
+    assert weight in [weight]
+    assert next(huge.parameters()) is weight
+    assert dict(huge.named_parameters()) == {"weight": weight}
+
+
+COMPUTATIONS = {
+    "norm": lambda weight: weight.norm(),
+    "sum": lambda weight: weight.sum(),
+    "pow": lambda weight: weight**2,
+    "matmul": lambda weight: torch.ones(1, ROWS) @ weight,
+    "linear": lambda weight: torch.nn.functional.linear(torch.ones(DIM), weight),
+    "embedding": lambda weight: torch.nn.functional.embedding(torch.tensor([1]), weight),
+    "__getitem__": lambda weight: weight[0],
+    "unbind": list,
+    "detach": lambda weight: weight.detach(),
+    "clone": lambda weight: weight.clone(),
+    "cpu": lambda weight: weight.cpu(),
+    "tolist": lambda weight: weight.tolist(),
+    "__array__": np.asarray,
+    "zeros_like": torch.zeros_like,
+    "isfinite": torch.isfinite,
+    "uniform_": torch.nn.init.xavier_uniform_,
+    "zero_": lambda weight: weight.zero_(),
+    "copy_": lambda weight: weight.copy_(torch.ones(DIM)),
+    "view": lambda weight: torch.nn.utils.parameters_to_vector([weight]),
+    "data": lambda weight: weight.data,
+    "set data": lambda weight: setattr(weight, "data", torch.zeros(2, 2)),
+    "T": lambda weight: weight.T,
+    "mT": lambda weight: weight.mT,
+    "H": lambda weight: weight.H,
+    "real": lambda weight: weight.real,
+}
+
+
+@pytest.mark.parametrize("computation", COMPUTATIONS)
+def test_computing_with_it_is_refused_with_advice(huge, computation):
+    name = computation.removeprefix("set ")
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            RuntimeError, match=f"{name!r}.* table on disk.* use the rows that the module's forward returns"
+        ),
+    ):
+        COMPUTATIONS[computation](huge.weight)
+    assert huge(torch.tensor([ROWS - 1])).shape == (1, DIM)
+
+
+@pytest.mark.parametrize("method", ["SparseAdam", "Adam", "AdamW", "SGD", "Adagrad"])
+def test_other_optimizers_fail_instead_of_doing_nothing(make, method):
+    layer = make.disk(10, 4)
+    before = row(layer, 1)
+    backward(layer, [1])
+
+    def work():
+        getattr(torch.optim, method)(layer.parameters(), lr=0.1).step()
+
+    with pytest.raises(RuntimeError, match=r"a table on disk|does not support sparse gradients"):
+        work()
+    assert row(layer, 1) == before
+
+
+def test_torchs_clipping_fails_as_for_any_sparse_gradient(make):
+    layer = make.disk(10, 4)
+    backward(layer, [1])
+    with pytest.raises(NotImplementedError, match="SparseCPU"):
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("convert", [torch.nn.Module.half, torch.nn.Module.bfloat16, torch.nn.Module.double])
+def test_conversion_of_a_model_takes_no_memory(huge, convert):
+    model = convert(torch.nn.Sequential(huge, torch.nn.Linear(DIM, 1)))
+    assert model[0].weight is huge.weight
+    assert huge.weight.dtype == model[1].weight.dtype
+    assert huge(torch.tensor([1])).dtype == huge.weight.dtype
+    assert huge.weight.shape == (ROWS, DIM)
+
+
+def test_moving_to_the_meta_device_is_refused_and_leaves_the_layer_usable(make):
+    layer = make.disk(10, 4, 0.5)
+    with pytest.raises(
+        (RuntimeError, NotImplementedError), match=r"'meta'.*table on disk|table on disk.*'meta'"
+    ):
+        layer.to("meta")
+    assert row(layer, 1) == [0.5] * 4
+
+
+def test_sharing_memory_does_nothing(make):
+    layer, optimizer = make.pair("disk", 10, 4, 0.5)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(4, 1)).share_memory()
+    assert model[1].weight.is_shared()
+    step(layer, optimizer, [1])
+    np.testing.assert_allclose(row(layer, 1), 0.4, rtol=1e-6)
+
+
+def test_freezing(make):
+    layer = make.disk(10, 4)
+    assert layer.requires_grad_(False) is layer
+    assert not layer(torch.tensor([1])).requires_grad
+    layer.requires_grad_(True)
+    backward(layer, [1])
+    assert layer.weight.grad._nnz() == 1
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clearing_gradients_by_the_module(make, set_to_none):
+    layer = make.disk(10, 4)
+    backward(layer, [1])
+    layer.zero_grad(set_to_none=set_to_none)
+    assert layer.weight.grad is None if set_to_none else layer.weight.grad._nnz() == 0
+
+
+def test_averaging_a_model_is_refused(make):
+    """`swa_utils.AveragedModel` makes a deep copy."""
+    with pytest.raises(
+        TypeError, match=r"two owners would write to one directory; save the module's state_dict\(\)"
+    ):
+        torch.optim.swa_utils.AveragedModel(torch.nn.Sequential(make.disk(10, 4)))
+    with pytest.raises(TypeError, match="can't be copied"):
+        copy.copy(make.disk(10, 4, where="other").weight)
+
+
+def test_two_layers_can_share_one_table(make):
+    first, second = make.disk(10, 4, name="first"), make.disk(10, 4, name="second")
+    second.weight = first.weight
+    model = torch.nn.ModuleList([first, second])
+    assert list(model.parameters()) == [first.weight]
+    optimizer = make.adam(model)
+    (first(torch.tensor([1])).sum() + second(torch.tensor([1])).sum()).backward()
+    assert first.weight.grad.to_dense()[1].tolist() == [2.0] * 4
+    optimizer.step()
+    assert row(second, 1) == row(first, 1)
+
+
+CONSTRUCTIONS = [
+    ({"num_embeddings": 0}, ValueError, "rows is 0"),
+    ({"embedding_dim": -1}, ValueError, "dim is -1"),
+    ({"padding_idx": 10}, ValueError, "padding_idx=10 is outside the table of 10 rows"),
+    ({"padding_idx": -11}, ValueError, "padding_idx=-11 is outside"),
+    ({"padding_idx": 1.5}, TypeError, "padding_idx=1.5"),
+    ({"max_norm": -1.0}, ValueError, "max_norm=-1.0"),
+    ({"max_norm": float("nan")}, ValueError, "max_norm=nan"),
+    ({"max_norm": 1.0, "k": 1.0}, ValueError, "means nothing on a ball"),
+    ({"scale_grad_by_freq": True}, ValueError, "does not exist for sparse gradients"),
+    ({"sparse": False}, ValueError, "a gradient as large as the table"),
+    ({"dtype": torch.int64}, (TypeError, ValueError), "int64"),
+    ({"dtype": torch.complex64}, (TypeError, ValueError), "complex64"),
+    ({"device": "meta"}, ValueError, "meta"),
+    ({"name": ""}, ValueError, "a table's name can't be empty"),
+    ({"init": init.Zeros(10, 3)}, ValueError, "init gives 10 x 3 but the module is 10 x 4"),
+    ({"k": -1.0}, ValueError, "k"),
+    ({"state": "sgd"}, ValueError, "state='sgd' is not known: use one of"),
+    ({"init_max_norm_fraction": 0.0}, ValueError, "init_max_norm_fraction=0.0 is out of range"),
+    ({"backend": "zarr"}, ValueError, "backend='zarr' is not known"),
+    ({"allocate": "lazily"}, ValueError, "allocate='lazily' is not known"),
+    ({"durability": "always"}, ValueError, "durability='always' is not known"),
+    ({"resume": "auto"}, TypeError, "resume='auto' is not a choice"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), CONSTRUCTIONS)
+def test_what_cannot_be_is_refused_before_a_file_is_made(make, options, error, message):
+    given = {"num_embeddings": 10, "embedding_dim": 4, "state_dir": make.directory(), **options}
+    with pytest.raises(error, match=message):
+        DiskEmbedding(**given)
+    assert not make.directory().exists() or not list(make.directory().iterdir())
+    make.disk(10, 4)
+
+
+def test_a_device_that_is_not_there_leaves_nothing_behind(make):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+        make.disk(10, 4, device="cuda")
+    make.disk(10, 4)
