@@ -82,6 +82,14 @@ class Queue:
     max_size: int = 150
     put_timeout: float = 5.0
 
+    def __post_init__(self) -> None:
+        if self.max_size < 1:
+            raise ValueError(f"max_queue_size={self.max_size!r} is out of range: pass at least 1")
+        if not self.put_timeout >= 0.0:
+            raise ValueError(
+                f"put_timeout={self.put_timeout!r} is out of range: pass a number of seconds >= 0"
+            )
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -237,7 +245,11 @@ def start(
         _queue_writes(table, storage)
     metadata.durability, metadata.boot = storage.durability, system.boot_identity()
     state = StateDirectory(path, lock, metadata, tables, journal)
-    state.mark_change(metadata.change)
+    try:
+        state.mark_change(metadata.change)
+    except BaseException:
+        state.disown()
+        raise
     return state
 
 

@@ -62,6 +62,7 @@ _BODY: Final = system.PAGE
 class _Draft(NamedTuple):
     start: int
     length: int
+    sequence: int
     note: bytes
     parts: list[Part]
 
@@ -86,6 +87,7 @@ class Journal:
         self._slot = Slot(0, 1, 0, 0)
         self._last_start = self._tail = 0
         self._draft: _Draft | None = None
+        self._sync_failed = False
         self.bytes_written = 0
 
     @classmethod
@@ -109,16 +111,16 @@ class Journal:
             size = _BODY + round_up(capacity)
             system.reserve(file, size, str(path.parent))
             journal = cls(path, file, size, durable, hot)
+            journal._mapping[: len(_MAGIC)] = _MAGIC
+            journal._mapping[_IDENTITY_AT : _IDENTITY_AT + len(identity)] = identity.encode()
+            journal._put_slot(journal._slot)
+            if durable:
+                journal._sync()
+                system.sync_directory(path.parent)
         except BaseException:
             os.close(file)
             path.unlink(missing_ok=True)
             raise
-        journal._mapping[: len(_MAGIC)] = _MAGIC
-        journal._mapping[_IDENTITY_AT : _IDENTITY_AT + len(identity)] = identity.encode()
-        journal._put_slot(journal._slot)
-        if durable:
-            journal._sync()
-            system.sync_directory(path.parent)
         return journal
 
     @classmethod
@@ -183,7 +185,7 @@ class Journal:
             stored = view(self._mapping, base + rows_at, np.int64, len(rows))
             stored[:] = rows
             placed.append(Part(index, stored, view(self._mapping, base + records_at, dtype, len(rows))))
-        self._draft = _Draft(start, layout.length, note, placed)
+        self._draft = _Draft(start, layout.length, self._slot.last + 1, note, placed)
         return [part.records for part in placed]
 
     def commit(self) -> None:
@@ -196,15 +198,26 @@ class Journal:
         draft = self._draft
         if draft is None:
             return
-        sequence = self._slot.last + 1
-        encode_entry(self._mapping, _BODY + draft.start, sequence, draft.note, draft.parts)
-        if self._durable:
-            self._sync()
+        if self._slot.last < draft.sequence:
+            self._write(draft)
+            head = draft.start if self._slot.head_sequence == draft.sequence else self._slot.head
+            self._put_slot(self._slot._replace(head=head, last=draft.sequence))
+        # In this order, a commit that a signal interrupts anywhere can be called again.
         self._last_start, self._tail = draft.start, draft.start + draft.length
-        head = draft.start if self._slot.head_sequence == sequence else self._slot.head
-        self._draft = None
         self.bytes_written += draft.length
-        self._put_slot(self._slot._replace(head=head, last=sequence))
+        self._draft = None
+
+    def _write(self, draft: _Draft) -> None:
+        start, stop = _BODY + draft.start, _BODY + draft.start + draft.length
+        encode_entry(self._mapping, start, draft.sequence, draft.note, draft.parts)
+        if not self._durable:
+            return
+        if self._sync_failed:
+            # The system may count the pages of a failed sync as clean: write them again.
+            self._mapping[start:stop] = self._mapping[start:stop]
+        self._sync_failed = True
+        self._sync()
+        self._sync_failed = False
 
     def release(self) -> None:
         """Let go of every entry but the last.
@@ -217,13 +230,11 @@ class Journal:
         before = self._slot
         if before.head_sequence >= before.last:
             return
-        self._put_slot(before._replace(head_sequence=before.last, head=self._last_start))
-        if self._durable:
-            try:
-                self._sync()
-            except OSError:
-                self._put_slot(before)
-                raise
+        self._put_slot(before._replace(head_sequence=before.last, head=self._last_start), self._durable)
+
+    def sync(self) -> None:
+        """Return once the device holds the journal, whatever the policy."""
+        self._sync()
 
     def entries(self) -> Iterator[Entry]:
         """Yield the committed entries in order, from the oldest kept.
@@ -237,12 +248,13 @@ class Journal:
             if entry is None:
                 if sequence <= known:
                     raise _corrupt(self._path, f"is damaged in entry {sequence} of {known}")
-                return
-            place = entry.end - _BODY
-            self._last_start, self._tail = start, place
-            self._slot = self._slot._replace(last=max(known, sequence))
+                break
+            last_start, place = start, entry.end - _BODY
             yield entry
             sequence += 1
+        if sequence > self._slot.head_sequence:
+            self._last_start, self._tail = last_start, place
+            self._slot = self._slot._replace(last=sequence - 1)
 
     def close(self, remove: bool) -> None:
         """Release the file, and delete it when it is no longer needed."""
@@ -254,6 +266,10 @@ class Journal:
         os.close(self._file)
         if remove:
             self._path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the file, which is no longer needed."""
+        self._path.unlink(missing_ok=True)
 
     def _entry_at(self, place: int, sequence: int) -> tuple[Entry | None, int]:
         # An entry follows the one before it, or starts the ring again.
@@ -280,9 +296,13 @@ class Journal:
         system.reserve(self._file, size, str(self._path.parent))
         self._mapping = mmap.mmap(self._file, size)
 
-    def _put_slot(self, slot: Slot) -> None:
-        self._slot = slot._replace(number=self._slot.number + 1)
-        write_slot(self._mapping, _SLOTS_AT[self._slot.number % 2], self._slot)
+    def _put_slot(self, slot: Slot, sync: bool = False) -> None:
+        # Adopted when it is in place: room that only it frees is then never used before.
+        slot = slot._replace(number=self._slot.number + 1)
+        write_slot(self._mapping, _SLOTS_AT[slot.number % 2], slot)
+        if sync:
+            self._sync()
+        self._slot = slot
 
     def _read_header(self, identity: str) -> None:
         if self._mapping[: len(_MAGIC)] != _MAGIC:

@@ -5,6 +5,7 @@ Every mismatch, and every partial, truncated or foreign file, is an error before
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,8 +115,13 @@ def _take_lock(path: Path) -> int:
             f"the state directory {str(path)!r} is in use by {who}: close the optimizer that holds it, end "
             "that process, or choose another directory"
         )
-    os.ftruncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())
+    try:
+        with contextlib.suppress(OSError):  # a hint for people, which a full disk may refuse
+            os.ftruncate(lock, 0)
+            os.write(lock, f"{os.getpid()}\n".encode())
+    except BaseException:
+        os.close(lock)
+        raise
     return lock
 
 

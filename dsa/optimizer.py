@@ -177,8 +177,9 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         self._counters = Counters()
         self._prefetcher = Prefetcher()
         held = [held_tensor(source, retain_params) for source in sources.values()]
-        queue = Queue(max_queue_size, put_timeout) if async_writes else None
-        storage = StorageChoice(allocate, layout_of_backend(backend).stride, durability, queue).complete()
+        queue = Queue(max_queue_size, put_timeout)
+        chosen = queue if async_writes else None
+        storage = StorageChoice(allocate, layout_of_backend(backend).stride, durability, chosen).complete()
         self._state = open_state(disk_dir, specs, resume, storage)
         defaults = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": held, "names": list(sources)}], defaults)
@@ -334,14 +335,16 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
 
     def flush(self) -> None:
         """Return once everything is durable on disk."""
+        self._state.require_open()
         with self._state.exclusive:
             self._state.flush()
 
     def close(self) -> None:
         """Flush and release the directory; closing twice is silent. Nothing else works afterwards."""
         self._prefetcher.close()
-        with self._state.exclusive:
-            self._state.close()
+        if self._state.is_open:
+            with self._state.exclusive:
+                self._state.close()
 
     def shutdown(self) -> None:
         """Do what `close` does."""

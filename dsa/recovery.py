@@ -62,6 +62,9 @@ def continue_state(
             opened.callback(tables[-1].backend.close)
         if stored.status == "open":
             _recover(path, stored, tables, last_step)
+            if storage.durability == "power" and stored.durability != "power":
+                # What the process before this one has written may be in the page cache only.
+                _flush(tables)
         for spec in specs:
             for table in tables:
                 if table.name == spec.name:
@@ -93,11 +96,15 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: i
     finally:
         journal.close(remove=False)
     if stored.durability == "power":
-        for table in tables:
-            table.backend.flush()
+        _flush(tables)
     # From here on the tables and the description say it all, and a new journal may take the old one's place.
     stored.status = "closed"
     write_metadata(path, stored)
+
+
+def _flush(tables: Sequence[Table]) -> None:
+    for table in tables:
+        table.backend.flush()
 
 
 def _replay(journal: Journal, stored: Metadata, tables: Sequence[Table], last_step: int | None) -> None:

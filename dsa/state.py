@@ -7,6 +7,7 @@ directories.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -19,7 +20,7 @@ import numpy as np
 
 from dsa.errors import StateClosedError, StateCorruptError
 from dsa.journal import Journal
-from dsa.journal_format import Entry
+from dsa.journal_format import Entry, Part
 from dsa.metadata import Metadata, write_metadata
 from dsa.progress import Progress, progress_of
 from dsa.schema import Records, Rows
@@ -112,6 +113,8 @@ class StateDirectory:
             DiskSpaceError: the journal has to grow and the disk is full. Nothing has changed.
         """
         self.settle()
+        # The rows may be the caller's own memory, and are needed until the batch is written.
+        batches = [(table, rows.copy()) for table, rows in batches]
         if self._journal is None:
             buffers = [np.empty(len(rows), table.backend.schema.dtype) for table, rows in batches]
         else:
@@ -150,12 +153,18 @@ class StateDirectory:
     def flush(self) -> None:
         """Return once the state is durable, whatever the durability."""
         self.require_open()
+        self._drain_tables()
         self.settle()
         self._flush_tables()
+        if self._journal is not None and not self._journal.durable:
+            self._journal.sync()
         self._save("open")
 
     def mark_change(self, change: dict[str, Any] | None) -> None:
         """Record that a whole-table change starts or has ended. With a journal its entries say so too."""
+        if change is None and self._journal is None:
+            # Nothing but the description will tell that the change is over: it must be.
+            self._drain_tables()
         self.change = change
         self._save("open")
 
@@ -163,16 +172,23 @@ class StateDirectory:
         """Flush, mark the directory as closed and release it; silent when repeated, and in a forked child."""
         if self._lock is None or os.getpid() != self._process:
             return
+        # What fails here can be tried again; nothing is closed yet.
+        self._drain_tables()
         self.settle()
+        self._flush_tables()
+        self._draft = None
         lock, self._lock = self._lock, None
-        try:
-            for table in self._order:
-                table.backend.close()
-            self._save("closed")
+        with contextlib.ExitStack() as stack:
+            # Every file is let go, whichever fails; then the state is as after a kill, and the journal stays.
+            stack.callback(os.close, lock)
             if self._journal is not None:
-                self._journal.close(remove=True)
-        finally:
-            os.close(lock)
+                stack.callback(self._journal.close, remove=False)
+            with contextlib.ExitStack() as tables:
+                for table in self._order:
+                    tables.callback(table.backend.close)
+            self._save("closed")
+        if self._journal is not None:
+            self._journal.remove()
 
     def require_open(self) -> None:
         """Raise `StateClosedError` when the state was closed or belongs to another process."""
@@ -187,6 +203,12 @@ class StateDirectory:
                 "resume=True to go on"
             )
 
+    def disown(self) -> None:
+        """Leave the lock to whoever opened the directory, because opening failed."""
+        self._lock = None
+        if self._journal is not None:
+            self._journal.close(remove=False)
+
     def abandon_in_child(self) -> None:
         """Let go of the lock in a forked child, so that a child that outlives its parent does not keep it."""
         if self._lock is not None:
@@ -197,7 +219,11 @@ class StateDirectory:
 
     def __del__(self) -> None:
         if getattr(self, "_lock", None) is not None and os.getpid() == self._process:
-            os.close(self._lock)  # type: ignore[arg-type]  # not None: tested above
+            # A thread that is writing keeps its queue, and with it the lock, until the write has ended.
+            lock = _Lock(self._lock)  # type: ignore[arg-type]  # not None: tested above
+            for table in self._order:
+                if table.writer is not None:
+                    table.writer.held = lock
             warnings.warn(
                 f"the state directory {str(self.path)!r} was never closed: call close(), or use the "
                 "optimizer in a with statement",
@@ -225,15 +251,15 @@ class StateDirectory:
 
     def _drain_tables(self) -> None:
         for table in self._order:
-            if table.writer is not None:
+            if table.writer is not None and table.writer.status != "stopped":
                 table.writer.drain()
 
     def _flush_tables(self) -> None:
+        self._drain_tables()
         if self._flush_failed and self._journal is not None:
             # After a failed sync the system may count pages as clean that never reached the device: write
             # them again.
-            for entry in self._journal.entries():
-                apply_entry(self._order, entry)
+            _write_newest(self._order, list(self._journal.entries()))
         self._flush_failed = True
         for table in self._order:
             table.backend.flush()
@@ -251,6 +277,16 @@ class StateDirectory:
         write_metadata(self.path, metadata)
 
 
+class _Lock:
+    """A descriptor that is closed with the last reference to it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
 def apply_entry(tables: Sequence[Table], entry: Entry) -> None:
     """Write a journal entry's rows to the tables; doing so again changes nothing.
 
@@ -264,6 +300,16 @@ def apply_entry(tables: Sequence[Table], entry: Entry) -> None:
         if len(rows) and not (rows[0] >= 0 and rows[-1] < len(backend)):
             raise StateCorruptError(f"entry {entry.sequence} of the journal names rows outside table {index}")
         backend.write(rows, np.ascontiguousarray(raw).view(backend.schema.dtype)[:, 0])
+
+
+def _write_newest(tables: Sequence[Table], entries: Sequence[Entry]) -> None:
+    """Write what the last of the entries says of each row: at no moment does a row go back."""
+    written = {index: np.empty(0, np.int64) for index in range(len(tables))}
+    for entry in reversed(entries):
+        for index, rows, raw in entry.parts:
+            fresh = ~np.isin(rows, written[index])
+            apply_entry(tables, entry._replace(parts=[Part(index, rows[fresh], raw[fresh])]))
+            written[index] = np.union1d(written[index], rows)
 
 
 _OPEN: Final[weakref.WeakSet[StateDirectory]] = weakref.WeakSet()

@@ -108,14 +108,19 @@ def reserve(descriptor: int, size: int, directory: str) -> None:
         DiskSpaceError: there is not enough room; tested before any block is taken and again by the system.
     """
     free = available_bytes(directory)
-    if size > free:
-        raise DiskSpaceError(size, free, directory)
+    needed = size - _occupied_bytes(descriptor)
+    if needed > free:
+        raise DiskSpaceError(needed, free, directory)
     try:
         _allocate(descriptor, size)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise DiskSpaceError(size, available_bytes(directory), directory) from error
+            raise DiskSpaceError(needed, available_bytes(directory), directory) from error
         raise
+
+
+def _occupied_bytes(descriptor: int) -> int:
+    return int(getattr(os.fstat(descriptor), "st_blocks", 0)) * 512
 
 
 def _allocate(descriptor: int, size: int) -> None:

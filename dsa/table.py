@@ -87,7 +87,8 @@ def read_records(table: Table, rows: Rows, out: Records | None = None) -> Record
         out: ``(B,)`` records to fill and return; new ones when None.
     """
     records = table.backend.read(rows, out)
-    table.rows_read += len(rows)
+    count = len(rows)
+    table.rows_read += count  # several threads do this; no call stands between reading and storing the count
     return fill_untouched(table, rows, records)
 
 

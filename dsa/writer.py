@@ -12,7 +12,6 @@ import contextlib
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final, Literal, NamedTuple, final
 
@@ -79,18 +78,22 @@ class WriteBehind:
             raise ValueError(f"put_timeout={put_timeout!r} is out of range: pass a number of seconds >= 0")
         self._backend = backend
         self._limit = max_queue_size
-        self._timeout = put_timeout
-        self._lock = threading.Condition()
+        self._timeout = min(put_timeout, threading.TIMEOUT_MAX)
+        # The lock itself is taken by with statements: a signal can't be handled between that and the block,
+        # as it can in a condition's Python code.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._writing = threading.Lock()
-        self._queue: deque[_Batch] = deque()
-        self._in_flight: list[_Batch] = []
+        self._queue: list[_Batch] = []
+        self._taken = 0
         self._index = RowIndex()
         self._next_value = 0
         self._error: BaseException | None = None
         self._draining = 0
-        self._stopped = False
+        self._stopped = self._closed = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
+        self.held: object = None
         self.stalls = 0
         self.sync_fallbacks = 0
         self.overlay_rows = 0
@@ -116,7 +119,7 @@ class WriteBehind:
     @property
     def queued(self) -> int:
         """Batches that are not yet written."""
-        return len(self._queue) + len(self._in_flight)
+        return len(self._queue)
 
     def read(self, rows: Rows, out: Records | None = None) -> Records:
         """Return the records of `rows` as they were written last.
@@ -147,10 +150,11 @@ class WriteBehind:
         with self._lock:
             batch = _Batch(self._next_value, rows, records)
             self._next_value += len(rows)
-            self._index.put(rows, batch.first_value)
+            # An interrupt may fall between any two of these: what the index knows is always in the queue.
             self._queue.append(batch)
+            self._index.put(rows, batch.first_value)
             self._start_thread()
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, queued records included."""
@@ -199,15 +203,19 @@ class WriteBehind:
         When a write fails again the error is raised and nothing is closed: the records are kept, and closing
             can be tried again.
         """
-        if self._stopped or os.getpid() != self._process:
+        if self._closed or os.getpid() != self._process:
             return
-        self.drain()
+        if not self._stopped:
+            self.drain()
         with self._lock:
             self._stopped = True
-            self._lock.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._backend.close()
+        try:
+            self._backend.close()
+        finally:
+            self._closed = True
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the backend inside."""
@@ -215,7 +223,7 @@ class WriteBehind:
 
     def _waiting(self) -> list[_Batch]:
         with self._lock:
-            return [*self._in_flight, *self._queue]
+            return list(self._queue)
 
     def _overlay(self, records: Records, found: Rows, batches: list[_Batch]) -> None:
         hits = np.flatnonzero(found >= 0)
@@ -226,19 +234,21 @@ class WriteBehind:
         for owner in np.unique(owners):
             mine = hits[owners == owner]
             records[mine] = batches[owner].records[found[mine] - starts[owner]]
-        self.overlay_rows += len(hits)
+        count = len(hits)
+        self.overlay_rows += count  # several threads do this; no call stands between reading and storing it
 
     def _make_room(self) -> None:
         with self._lock:
-            if len(self._queue) < self._limit:
+            if self._has_room():
                 return
             self.stalls += 1
-            self._lock.wait_for(
-                lambda: len(self._queue) < self._limit or self._error is not None, self._timeout
-            )
+            self._changed.wait_for(lambda: self._has_room() or self._error is not None, self._timeout)
         self._require_running()
-        if len(self._queue) >= self._limit:
+        if not self._has_room():
             self._fall_back()
+
+    def _has_room(self) -> bool:
+        return len(self._queue) - self._taken < self._limit
 
     def _fall_back(self) -> None:
         if self.sync_fallbacks == 0:
@@ -255,34 +265,35 @@ class WriteBehind:
         """Write the batches that have waited longest, in order and one at a time, whoever calls this."""
         with self._writing:
             with self._lock:
-                count = min(len(self._queue), _MERGED_BATCHES)
-                self._in_flight += [self._queue.popleft() for _ in range(count)]
-            if not self._in_flight:
+                self._taken = min(len(self._queue), _MERGED_BATCHES)
+                batches = self._queue[: self._taken]
+            if not batches:
                 return
-            rows, records = _merged(self._in_flight)
             try:
-                self._backend.write(rows, records)
+                self._backend.write(*_merged(batches))
             except Exception as error:
                 with self._lock:
                     self._error = error
-                    self._lock.notify_all()
+                    self._changed.notify_all()
                 raise
             with self._lock:
-                for batch in self._in_flight:
+                for batch in batches:
                     self._index.remove(batch.rows, batch.first_value)
-                self._in_flight = []
-                self._lock.notify_all()
+                del self._queue[: len(batches)]
+                self._taken, self._error = 0, None
+                self._changed.notify_all()
 
     def _start_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_work, args=(weakref.ref(self), self._lock), name="dsa-writer", daemon=True
+            thread = threading.Thread(
+                target=_work, args=(weakref.ref(self), self._changed), name="dsa-writer", daemon=True
             )
-            weakref.finalize(self, _wake, self._lock)
-            self._thread.start()
+            thread.start()
+            self._thread = thread
+            weakref.finalize(self, _wake, self._changed, self._process)
 
     def _has_work(self) -> bool:
-        return bool(self._queue or self._in_flight) and self._error is None
+        return bool(self._queue) and self._error is None
 
     def _require_running(self) -> None:
         self._require_process()
@@ -313,7 +324,9 @@ def _work(reference: weakref.ref[WriteBehind], lock: threading.Condition) -> Non
         del writer
 
 
-def _wake(lock: threading.Condition) -> None:
+def _wake(lock: threading.Condition, process: int) -> None:
+    if os.getpid() != process:
+        return  # a thread of the parent may have held the lock when the child was made
     with lock:
         lock.notify_all()
 
@@ -344,9 +357,11 @@ _LIVE: Final[weakref.WeakSet[WriteBehind]] = weakref.WeakSet()
 
 
 def _drain_at_exit() -> None:
-    for writer in list(_LIVE):
-        if writer.queued and os.getpid() == writer._process:
-            writer.drain()
+    # A disk that fails keeps none of the others from being written; its error is raised after that.
+    with contextlib.ExitStack() as drains:
+        for writer in list(_LIVE):
+            if writer.queued and os.getpid() == writer._process:
+                drains.callback(writer.drain)
 
 
 atexit.register(_drain_at_exit)

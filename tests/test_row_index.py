@@ -15,9 +15,11 @@ _INVERSE = pow(0x9E3779B97F4A7C15, -1, 2**64)
 
 
 def colliding(count, first=0):
-    """Return rows that share a home slot in a table of any size: their products differ in the lowest 20 bits."""
+    """Return rows that share a home slot in a table of any size: their products differ in 20 low bits."""
     rows = (product * _INVERSE % 2**64 for product in range(first, 1 << 20))
-    return np.array([row for row, _ in zip((row for row in rows if row <= LARGEST), range(count), strict=False)])
+    return np.array(
+        [row for row, _ in zip((row for row in rows if row <= LARGEST), range(count), strict=False)]
+    )
 
 
 COLLIDING = colliding(400)
@@ -169,7 +171,7 @@ def test_a_later_batch_may_go_first():
 
 @pytest.mark.parametrize("stride", [1, 1 << 30])
 def test_removed_slots_never_fill_the_table(stride):
-    """A table without a free slot would look for an absent row for ever; one row stays, so that none is reset."""
+    """Without a free slot an absent row is looked for for ever; one row stays, so that nothing is reset."""
     index, resident = RowIndex(), np.array([2**62])
     index.put(resident, 0)
     finished = threading.Event()

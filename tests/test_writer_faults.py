@@ -1,8 +1,8 @@
-"""The write queue when the disk is slow, fails, or is interrupted: gates and barriers, and a deadline for every wait.
+"""The write queue when the disk is slow, fails, or is interrupted: gates, and a deadline for every wait.
 
-The backend inside is a memory backend behind a `Gate`, which holds each write until the test lets it through, and
-`Faults`, which make the n-th write fail. What every test comes down to: no record is lost, none is older than it
-should be, and no error is kept from the caller.
+The backend inside is a memory backend behind a `Gate`, which holds each write until the test lets it through,
+and `Faults`, which make chosen writes fail. What every test comes down to: no record is lost, none is older
+than it should be, and no error is kept from the caller.
 """
 
 import contextlib
@@ -17,12 +17,14 @@ import sys
 import threading
 import warnings
 import weakref
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import dsa
+import dsa.kernels.row_index
 import dsa.writer
 from dsa.backends.memory import MemoryBackend
 from dsa.errors import StateClosedError, StateError, TrainingWarning
@@ -133,12 +135,14 @@ class Setting:
         self.faults.plan = iter(errors)
 
     def await_failure(self):
-        with self.queue._lock:
-            assert self.queue._lock.wait_for(lambda: self.queue.status == "failed", DEADLINE)
+        condition = condition_of(self.queue)
+        with condition:
+            assert condition.wait_for(lambda: self.queue.status == "failed", DEADLINE)
 
     def await_empty(self):
-        with self.queue._lock:
-            assert self.queue._lock.wait_for(lambda: self.queue.queued == 0, DEADLINE)
+        condition = condition_of(self.queue)
+        with condition:
+            assert condition.wait_for(lambda: self.queue.queued == 0, DEADLINE)
 
     def failed(self, error, *rows):
         """Let the thread fail once, with batches that wait behind the failing one."""
@@ -158,6 +162,11 @@ class Setting:
         """What the backend holds is what was written."""
         assert self.queue.queued == 0
         assert_records_equal(self.memory.read(ALL), self.model.read(ALL))
+
+
+def condition_of(queue):
+    """Return the condition that the threads of a queue wait on."""
+    return next(value for value in vars(queue).values() if isinstance(value, threading.Condition))
 
 
 def disk_error(code=errno.EIO):
@@ -192,11 +201,12 @@ def no_thread_is_left():
     """No writer thread outlives a test, nor its collection as garbage."""
     before = set(threading.enumerate())
     yield
-    gc.collect()
-    for thread in set(threading.enumerate()) - before:
-        if thread.name == "dsa-writer":
-            thread.join(DEADLINE)
-            assert not thread.is_alive(), "a writer thread outlives the test"
+    left = [thread for thread in set(threading.enumerate()) - before if thread.name == "dsa-writer"]
+    if left:
+        gc.collect()
+    for thread in left:
+        thread.join(5)
+        assert not thread.is_alive(), "a writer thread outlives the test"
 
 
 @pytest.fixture
@@ -279,7 +289,7 @@ def test_hundreds_of_batches_that_overlap(make):
 
 
 def test_no_read_or_write_waits_for_a_slow_disk(make):
-    """What draining on conflict can't do: with popular ids every batch meets the last, and not one write ends."""
+    """What draining on conflict can't do: with popular ids every batch meets the last, and no write ends."""
     setting = make(max_queue_size=60)
     generator = np.random.default_rng(1)
     for _ in range(60):
@@ -419,7 +429,7 @@ def test_writes_between_the_blocks_of_a_scan(make):
 
 
 def test_readers_beside_the_writer_thread(make):
-    """Rows that change are read by their owner, rows that do not by three more threads, while the thread drains."""
+    """Rows that change are read by their owner, the others by three more threads, while the thread drains."""
     setting = make(max_queue_size=3, put_timeout=DEADLINE)
     setting.gate.open()
     moved, still = ALL[::2], ALL[1::2]
@@ -458,12 +468,31 @@ def full(make, put_timeout):
 
 def stalled(setting):
     """Write in a thread, and return its job when it waits for room."""
-    condition, arrived = setting.queue._lock, threading.Event()
+    condition, arrived = condition_of(setting.queue), threading.Event()
     wait_for = condition.wait_for
     condition.wait_for = lambda *arguments: (arrived.set(), wait_for(*arguments))[1]
     job = Job(setting.write, 3, 4)
     assert arrived.wait(DEADLINE)
     del condition.wait_for
+    return job
+
+
+def at_the_disk(setting, function, *arguments):
+    """Call a function in a thread, and return its job when it waits for the thread that is writing."""
+    lock, arrived = setting.queue._writing, threading.Event()
+
+    class Announced:
+        def __enter__(self):
+            arrived.set()
+            lock.acquire()
+
+        def __exit__(self, *error):
+            lock.release()
+
+    setting.queue._writing = Announced()
+    job = Job(function, *arguments)
+    assert arrived.wait(DEADLINE)
+    setting.queue._writing = lock
     return job
 
 
@@ -480,12 +509,15 @@ def test_room_in_time_is_a_stall_and_no_fallback(make):
 def test_no_timeout_means_no_wait_but_for_the_disk(make):
     """The caller writes what is older than its batch, in order; the warning comes once."""
     setting = full(make, 0.0)
-    with pytest.warns(TrainingWarning, match=STAYED_FULL) as caught:
-        job = Job(setting.write, 3, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = at_the_disk(setting, setting.write, 3, 4)
         setting.gate.let(2)
         job.result()
-    assert len(caught) == 1
-    assert setting.queue.sync_fallbacks == 1
+    (warning,) = caught
+    assert warning.category is TrainingWarning
+    assert STAYED_FULL in str(warning.message)
+    assert (setting.queue.stalls, setting.queue.sync_fallbacks) == (1, 1)
     setting.check()
     with warnings.catch_warnings(record=True) as more:
         setting.gate.open()
@@ -512,7 +544,7 @@ def test_a_fallback_writes_in_order(make):
 
 
 def test_a_warning_that_is_an_error_loses_nothing(make):
-    """With warnings as errors the write is refused before anything is queued, and works when there is room."""
+    """The write is then refused before anything is queued, and works when there is room."""
     setting = full(make, 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", TrainingWarning)
@@ -544,7 +576,7 @@ def test_a_fallback_that_fails_raises_and_queues_nothing(make):
     setting.fail(disk_error(), disk_error())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TrainingWarning)
-        job = Job(setting.write, 5)
+        job = at_the_disk(setting, setting.write, 5)
         setting.gate.let(2)
         with pytest.raises(OSError, match="Input/output"):
             job.result()
@@ -566,7 +598,10 @@ def test_waiting_for_ever_is_allowed(make, put_timeout):
     assert setting.queue.sync_fallbacks == 0
 
 
-@pytest.mark.parametrize("options", [{"max_queue_size": 0}, {"max_queue_size": -1}, {"put_timeout": -0.1}, {"put_timeout": math.nan}])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_queue_size": 0}, {"max_queue_size": -1}, {"put_timeout": -0.1}, {"put_timeout": math.nan}],
+)
 def test_sizes_and_times_are_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         WriteBehind(MemoryBackend(3, SCHEMA), **options)
@@ -580,7 +615,11 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(make, code):
     setting, error = make(), disk_error(code)
     setting.failed(error, (2, 7))
     held = setting.model.read(ALL)
-    for use in (lambda: setting.queue.read(ALL), lambda: setting.write(1), lambda: next(setting.queue.scan(0, ROWS))):
+    for use in (
+        lambda: setting.queue.read(ALL),
+        lambda: setting.write(1),
+        lambda: next(setting.queue.scan(0, ROWS)),
+    ):
         for _ in range(2):
             with pytest.raises(OSError, match=r"a queued write has failed.*kept.*flush") as caught:
                 use()
@@ -635,15 +674,14 @@ def test_a_newer_batch_of_the_same_rows_wins_over_the_failed_one(make):
 
 
 def test_a_failure_while_someone_drains_is_not_remembered_after_the_drain(make):
-    """The thread's attempt fails while the drain waits for it; the drain's own succeeds: nothing is wrong any more."""
+    """The thread's attempt fails while the drain waits for it; the drain's own succeeds: all is well."""
     setting = make()
     setting.fail(disk_error())
     setting.write(1, 2)
     setting.gate.await_arrival()
-    draining = Waiting(setting)
-    setting.gate.let()
+    job = at_the_disk(setting, setting.queue.drain)
     setting.gate.open()
-    draining.job.result()
+    job.result()
     assert setting.queue.status == "running"
     setting.check_written()
     setting.check()
@@ -652,27 +690,8 @@ def test_a_failure_while_someone_drains_is_not_remembered_after_the_drain(make):
     setting.check_written()
 
 
-class Waiting:
-    """Starts a drain in a thread and returns when it stands before the lock that the writer thread holds."""
-
-    def __init__(self, setting):
-        lock, arrived = setting.queue._writing, threading.Event()
-
-        class Announced:
-            def __enter__(self):
-                arrived.set()
-                lock.acquire()
-
-            def __exit__(self, *error):
-                lock.release()
-
-        setting.queue._writing = Announced()
-        self.job = Job(setting.queue.drain)
-        assert arrived.wait(DEADLINE)
-
-
 def test_an_error_before_the_disk_is_reached_is_raised_too(make, monkeypatch):
-    """Merging needs memory: without it the thread must fail as it does when the disk refuses, and not try for ever."""
+    """Merging needs memory: without it the thread must fail as with a bad disk, and not try for ever."""
     setting = make()
     merged = dsa.writer._merged
 
@@ -743,28 +762,29 @@ def test_the_four_states(make):
 
 
 def test_a_batch_counts_as_queued_until_it_is_written(make):
-    """Also in the instant in which the thread takes it: `drain` and the journal's release ask for the count."""
-    setting = make()
-    taken, counted = threading.Event(), threading.Event()
+    """At every instruction of the thread before it: `drain` and the journal's release ask for the count."""
+    setting, counts = make(), []
 
-    class Slow(type(setting.queue._queue)):
-        def popleft(self):
-            batch = super().popleft()
-            taken.set()
-            counted.wait(0.5)  # whoever counts may have to wait for the thread
-            return batch
+    def trace(frame, event, argument):
+        threading.settrace(None)
+        if not _in_writer(frame):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not setting.gate.writes:
+            counting = Job(lambda: counts.append(setting.queue.queued))
+            counting.thread.join(0.01)  # whoever counts may have to wait for the thread
+        return trace
 
-    def count():
-        number = setting.queue.queued
-        counted.set()
-        return number
-
-    setting.queue._queue = Slow()
-    setting.write(1, 2)
-    assert taken.wait(DEADLINE)
-    assert Job(count).result() == 1
+    threading.settrace(trace)
+    try:
+        setting.write(1, 2)
+        setting.gate.await_arrival()
+    finally:
+        threading.settrace(None)
     setting.gate.open()
     setting.queue.drain()
+    assert len(counts) > 20
+    assert set(counts[:-1]) == {1}
     setting.check_written()
 
 
@@ -898,11 +918,25 @@ def test_a_keyboard_interrupt_in_a_drain_loses_nothing(make):
     setting.check()
 
 
-class Interrupt:
-    """Raises `KeyboardInterrupt` at the n-th place of the writer's code where a signal can be handled.
+@cache
+def handlers(code):
+    """Return where an exception at each instruction of a function is handled."""
+    entries = dis.Bytecode(code).exception_entries
+    return {
+        offset: next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
+        for offset in range(0, len(code.co_code), 2)
+    }
 
-    Those are the starts of functions, the ends of calls and the ends of a loop's passes; of the lock's own code,
-    entering and leaving it count too.
+
+def _in_writer(frame):
+    return frame.f_code.co_filename in (dsa.writer.__file__, dsa.kernels.row_index.__file__)
+
+
+class Interrupt:
+    """Raises `KeyboardInterrupt` at the n-th place of the queue's code where Python handles a signal.
+
+    Those are the starts of functions, the ends of calls and the ends of a loop's passes; in the lock's own
+    code, where the queue enters and leaves it, too.
     """
 
     def __init__(self, number):
@@ -917,16 +951,22 @@ class Interrupt:
         return kind is KeyboardInterrupt and self.where is not None
 
     def _trace(self, frame, event, argument):
-        code = frame.f_code
-        if not (code.co_filename == dsa.writer.__file__ or code in LOCKING):
+        of_the_lock = frame.f_code in LOCKING and _in_writer(frame.f_back)
+        if not (_in_writer(frame) or of_the_lock):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
-            name = dis.opname[code.co_code[frame.f_lasti]]
-            if name in ("RESUME", "JUMP_BACKWARD") or self.last.get(frame, "").startswith("CALL"):
+            name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if name in ("RESUME", "JUMP_BACKWARD") or self._call_has_ended(frame):
                 self._pass(frame)
-            self.last[frame] = name
+            self.last[id(frame)] = name, frame.f_lasti
         return self._trace
+
+    def _call_has_ended(self, frame):
+        # The signal's exception belongs to the call; here it can only be raised by the next instruction.
+        name, offset = self.last.get(id(frame), ("", 0))
+        handled = handlers(frame.f_code)
+        return name.startswith("CALL") and handled[offset] == handled[frame.f_lasti]
 
     def _pass(self, frame):
         self.seen += 1
@@ -987,12 +1027,14 @@ def is_free(lock):
 
 def go_on(setting, call):
     """Read, do again what was interrupted, close, and check that everything is there."""
-    assert Job(is_free, setting.queue._lock).result(), "the lock is held for ever"
+    assert is_free(condition_of(setting.queue)), "the lock is held for ever"
     if call is not None:
         if setting.queue.status != "failed":
             read = setting.queue.read(ALL)
             untouched = ~np.isin(ALL, WRITTEN)
-            assert_records_equal(read[untouched], setting.model.read(ALL)[untouched], "rows of finished writes")
+            assert_records_equal(
+                read[untouched], setting.model.read(ALL)[untouched], "rows of finished writes"
+            )
         call(setting)
         setting.check()
     setting.queue.close()
@@ -1016,12 +1058,12 @@ def test_an_interrupt_at_any_instant_loses_nothing(make, name):
             break
         setting.gate.open()
         try:
-            go_on(setting, None if name == "close" else call)
+            Job(go_on, setting, None if name == "close" else call).result()
         except Exception as error:
             faults[interrupt.where] = f"{interrupt.where}: {error!r:.150}"
             with contextlib.suppress(RuntimeError):  # so that the other threads, and the fixture, can go on
                 while True:
-                    setting.queue._lock.release()
+                    condition_of(setting.queue).release()
     assert number > 5
     assert not faults, "\n".join(faults.values())
 
@@ -1092,10 +1134,10 @@ def test_a_child_forked_while_the_queue_is_locked_can_drop_and_leave_it(make):
     queue.write(np.array([1]), random_records(SCHEMA, 1, 0))
     queue.drain()
     locked, release = threading.Event(), threading.Event()
-    holding = queue._lock
+    condition = condition_of(queue)
 
     def hold():
-        with holding:
+        with condition:
             locked.set()
             assert release.wait(DEADLINE)
 
@@ -1139,8 +1181,9 @@ queues = [WriteBehind(Disk(name)) for name in ("good", "bad", "good", "bad", "go
 for row, queue in enumerate(queues):
     queue.write(np.array([row]), np.zeros(1, adam_schema(2).dtype))
 for queue in queues:
-    with queue._lock:
-        assert queue._lock.wait_for(lambda: queue.status == "failed", 60)
+    condition = next(value for value in vars(queue).values() if isinstance(value, threading.Condition))
+    with condition:
+        assert condition.wait_for(lambda: queue.status == "failed", 60)
 """
 
 

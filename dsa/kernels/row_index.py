@@ -19,6 +19,9 @@ __all__ = ["RowIndex"]
 
 _FREE: Final = -1
 _REMOVED: Final = -2
+_FEWEST_SLOTS: Final = 1024
+_USED: Final = 0
+_OCCUPIED: Final = 1
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -34,20 +37,17 @@ class RowIndex:
     """
 
     def __init__(self) -> None:
-        self._used = self._occupied = 0
-        self._allocate(1024)
+        self._keys, self._values, self._counts = _empty_table(_FEWEST_SLOTS)
 
     def __len__(self) -> int:
-        return self._used
+        return int(self._counts[_USED])
 
     def put(self, rows: Rows, first_value: int) -> None:
         """Set the values of distinct rows to `first_value`, `first_value` + 1, ..."""
         # At most half of the slots may be occupied, removed ones included: probes stay short.
-        if 2 * (self._occupied + len(rows)) > len(self._keys):
-            self._rebuild(self._used + len(rows))
-        added, reclaimed = _put(self._keys, self._values, rows, first_value)
-        self._used += added
-        self._occupied += added - reclaimed
+        if 2 * (int(self._counts[_OCCUPIED]) + len(rows)) > len(self._keys):
+            self._rebuild(len(self) + len(rows))
+        _put(self._keys, self._values, self._counts, rows, first_value)
 
     def get(self, rows: Rows) -> NDArray[np.int64]:
         """Return the value of each row, -1 for a row without one."""
@@ -55,22 +55,18 @@ class RowIndex:
 
     def remove(self, rows: Rows, first_value: int) -> None:
         """Remove the rows whose values are still those of ``put(rows, first_value)``."""
-        self._used -= _remove(self._keys, self._values, rows, first_value)
-        if self._used == 0 and self._occupied:
-            self._keys.fill(_FREE)
-            self._occupied = 0
-
-    def _allocate(self, slots: int) -> None:
-        self._keys = np.full(slots, _FREE, np.int64)
-        self._values = np.zeros(slots, np.int64)
-        self._used = self._occupied = 0
+        _remove(self._keys, self._values, self._counts, rows, first_value)
 
     def _rebuild(self, entries: int) -> None:
         kept = self._keys >= 0
-        keys, values = self._keys[kept], self._values[kept]
-        self._allocate(1 << max(10, (4 * entries - 1).bit_length()))
-        _put_pairs(self._keys, self._values, keys, values)
-        self._used = self._occupied = len(keys)
+        table = _empty_table(max(_FEWEST_SLOTS, 1 << (4 * entries - 1).bit_length()))
+        _put_pairs(*table, self._keys[kept], self._values[kept])
+        self._keys, self._values, self._counts = table
+
+
+def _empty_table(slots: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    # The counts lie in an array that the kernels keep: an interrupt can't fall between slots and counts.
+    return np.full(slots, _FREE, np.int64), np.zeros(slots, np.int64), np.zeros(2, np.int64)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -93,26 +89,35 @@ def _find(keys: NDArray[np.int64], row: int) -> tuple[int, int]:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _put(keys: NDArray[np.int64], values: NDArray[np.int64], rows: Rows, first_value: int) -> tuple[int, int]:
-    added = reclaimed = 0
+def _put(
+    keys: NDArray[np.int64],
+    values: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    rows: Rows,
+    first_value: int,
+) -> None:
     for i in range(rows.shape[0]):
         slot, place = _find(keys, rows[i])
         if slot < 0:
-            added += 1
-            reclaimed += keys[place] == _REMOVED
+            counts[_USED] += 1
+            counts[_OCCUPIED] += keys[place] != _REMOVED
             keys[place] = rows[i]
         values[place] = first_value + i
-    return added, reclaimed
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _put_pairs(
-    keys: NDArray[np.int64], values: NDArray[np.int64], rows: Rows, row_values: NDArray[np.int64]
+    keys: NDArray[np.int64],
+    values: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    rows: Rows,
+    row_values: NDArray[np.int64],
 ) -> None:
     for i in range(rows.shape[0]):
         _, place = _find(keys, rows[i])
         keys[place] = rows[i]
         values[place] = row_values[i]
+    counts[_USED] = counts[_OCCUPIED] = rows.shape[0]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -125,11 +130,18 @@ def _get(keys: NDArray[np.int64], values: NDArray[np.int64], rows: Rows) -> NDAr
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _remove(keys: NDArray[np.int64], values: NDArray[np.int64], rows: Rows, first_value: int) -> int:
-    removed = 0
+def _remove(
+    keys: NDArray[np.int64],
+    values: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    rows: Rows,
+    first_value: int,
+) -> None:
     for i in range(rows.shape[0]):
         slot, _ = _find(keys, rows[i])
         if slot >= 0 and values[slot] == first_value + i:
             keys[slot] = _REMOVED
-            removed += 1
-    return removed
+            counts[_USED] -= 1
+    if counts[_USED] == 0 and counts[_OCCUPIED] > 0:
+        keys[:] = _FREE
+        counts[_OCCUPIED] = 0

@@ -1,7 +1,8 @@
 """The write queue is a backend like the one inside it: the suite and the machine over memory and memmap.
 
-Three ways of being behind: as the threads happen to run; *held*, where nothing is written until a flush, so that
-every read is served by the queue; and *narrow*, a queue of one that never waits, so that the caller writes too.
+Three ways of being behind: *free*, as the threads happen to run; *held*, where nothing is written until a
+flush, so that the queue serves every read; and *narrow*, a queue of one that never waits, so that the caller
+writes too.
 """
 
 import threading

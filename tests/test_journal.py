@@ -1,0 +1,632 @@
+"""The journal's ring: what was committed is read back, whatever was begun, released, grown or torn."""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import dsa.journal
+from dsa import system
+from dsa.errors import DiskSpaceError, StateCorruptError
+from dsa.journal import Journal
+from dsa.journal_format import Slot, layout_of, read_slot, write_slot
+from dsa.schema import adam_schema
+
+IDENTITY = "0123456789abcdef"
+DTYPES = [adam_schema(dim).dtype for dim in (1, 3, 16)]
+BODY = system.PAGE
+SLOTS = (512, 1024)
+
+
+class Kept(NamedTuple):
+    """An entry as the model remembers it."""
+
+    sequence: int
+    note: bytes
+    parts: list[tuple[int, list[int], bytes]]
+
+
+def create(path, capacity=4096, durable=False, hot=False):
+    return Journal.create(path, IDENTITY, capacity, durable, hot)
+
+
+def begin(journal, parts, note=b"", seed=0):
+    """Begin an entry of ``(table, dtype, rows)`` and fill it; return what should be read back, or None."""
+    rng = np.random.default_rng(seed)
+    wanted = [(table, np.sort(rng.choice(1_000, rows, replace=False)), dtype) for table, dtype, rows in parts]
+    memory = journal.begin(note, wanted)
+    if memory is None:
+        return None
+    kept = []
+    for (table, rows, dtype), records in zip(wanted, memory, strict=True):
+        assert records.dtype == dtype
+        assert records.ctypes.data % 64 == 0
+        raw = rng.bytes(dtype.itemsize * len(rows))
+        records.view(np.uint8).reshape(-1)[:] = np.frombuffer(raw, np.uint8)
+        kept.append((table, rows.tolist(), raw))
+    return Kept(0, note, kept)
+
+
+def put(journal, kept, parts, note=b"", seed=0):
+    """Begin and commit an entry and append it to those kept."""
+    entry = begin(journal, parts, note, seed)
+    assert entry is not None
+    journal.commit()
+    kept.append(entry._replace(sequence=kept[-1].sequence + 1 if kept else 1))
+
+
+def read(path):
+    """Open a journal as recovery does and return its entries."""
+    journal = Journal.open(path, IDENTITY, durable=False)
+    try:
+        return [
+            Kept(sequence, note, list(map(plain, parts))) for sequence, note, parts, _ in journal.entries()
+        ]
+    finally:
+        journal.close(remove=False)
+
+
+def plain(part):
+    return part.table, part.rows.tolist(), part.records.tobytes()
+
+
+def slots_of(data):
+    return [slot for slot in (read_slot(bytearray(data), at) for at in SLOTS) if slot is not None]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "dsa.journal"
+
+
+# ---------------------------------------------------------------- the ring against a list of entries
+
+PARTS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(DTYPES), st.integers(0, 25)), max_size=3)
+NOTES = st.binary(max_size=200)
+SEEDS = st.integers(0, 2**32)
+
+
+class Ring(RuleBasedStateMachine):
+    """Any order of operations; after each, a copy of the file is opened and compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        self.path = self.directory / "dsa.journal"
+        self.journal = None
+        self.kept = []
+
+    @initialize(capacity=st.integers(1, 6_000), hot=st.booleans(), durable=st.booleans())
+    def make(self, capacity, hot, durable):
+        self.durable = durable
+        self.journal = create(self.path, capacity, durable, hot)
+
+    @rule(parts=PARTS, note=NOTES, seed=SEEDS)
+    def put(self, parts, note, seed):
+        entry = begin(self.journal, parts, note, seed)
+        if entry is None:
+            assert len(self.kept) > 1, "there is no room although nothing can be released"
+            return
+        self.journal.commit()
+        self.kept.append(entry._replace(sequence=self.kept[-1].sequence + 1 if self.kept else 1))
+
+    @rule(parts=PARTS, note=NOTES, seed=SEEDS)
+    def begin_in_vain(self, parts, note, seed):
+        begin(self.journal, parts, note, seed)
+
+    @rule(parts=PARTS, note=NOTES, seed=SEEDS, times=st.integers(2, 40))
+    def step_as_the_state_does(self, parts, note, seed, times):
+        for number in range(times):
+            self.put(parts, note, seed + number)
+            self.release()
+
+    @rule()
+    def release(self):
+        self.journal.release()
+        self.kept = self.kept[-1:]
+
+    @rule()
+    def commit_again(self):
+        """Without an entry begun it does nothing."""
+        self.journal._draft = None
+        self.journal.commit()
+
+    @precondition(lambda self: self.kept)
+    @rule()
+    def open_and_go_on(self):
+        self.journal.close(remove=False)
+        self.journal = Journal.open(self.path, IDENTITY, self.durable)
+        assert len(list(self.journal.entries())) == len(self.kept)
+
+    @invariant()
+    def reads_as_the_model(self):
+        if self.journal is not None:
+            copy = self.directory / "copy"
+            shutil.copy(self.path, copy)
+            assert read(copy) == self.kept
+            assert self.journal.capacity == os.path.getsize(self.path) - BODY
+
+    def teardown(self):
+        if self.journal is not None:
+            self.journal.close(remove=True)
+        shutil.rmtree(self.directory)
+
+
+TestRing = Ring.TestCase
+TestRing.settings = settings(settings(), stateful_step_count=30)
+
+
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("capacity", range(64, 2_500, 192))
+def test_every_way_of_meeting_the_ends(path, capacity, hot):
+    """Entries of three sizes in turn: the ring fills to the last byte, wraps, and is full."""
+    journal = create(path, capacity, hot=hot)
+    kept, sizes = [], [0, 3, 9]
+    refused = 0
+    for number in range(60):
+        parts = [(0, DTYPES[0], sizes[number % 3])]
+        if begin(journal, parts, seed=number) is None:
+            refused += 1
+            journal.release()
+            kept = kept[-1:]
+        put(journal, kept, parts, seed=number)
+        assert read(path) == kept
+    assert refused
+    journal.close(remove=True)
+
+
+def test_a_journal_that_is_released_after_each_step_does_not_grow(path):
+    """The bound that is promised: room for what is kept, not for all that went through."""
+    parts = [(0, DTYPES[2], 20), (1, DTYPES[1], 20)]
+    length = layout_of(0, [(rows, dtype.itemsize) for _, dtype, rows in parts]).length
+    for hot in (False, True):
+        journal = create(path, 64, hot=hot)
+        kept = []
+        for number in range(500):
+            rows = 1 + number * 7 % 20
+            put(journal, kept, [(table, dtype, rows) for table, dtype, _ in parts], seed=number)
+            journal.release()
+            kept = kept[-1:]
+        assert journal.capacity <= 6 * length
+        assert read(path) == kept
+        journal.close(remove=True)
+
+
+def test_a_hot_journal_uses_the_same_memory_again(path):
+    journal = create(path, 1 << 20, hot=True)
+    kept, touched = [], 0
+    for number in range(50):
+        put(journal, kept, [(0, DTYPES[1], 20)], seed=number)
+        journal.release()
+        touched = max(touched, journal._tail)
+    assert touched <= 4 * layout_of(0, [(20, DTYPES[1].itemsize)]).length
+    journal.close(remove=True)
+
+
+@pytest.mark.parametrize("kept_before", [1, 2, 5])
+def test_growth_keeps_what_is_there(path, kept_before):
+    """Only a ring that holds nothing but its last entry grows; before that, entries have to be released."""
+    journal = create(path, 4_096)
+    kept = []
+    for number in range(kept_before):
+        put(journal, kept, [(0, DTYPES[0], 5)], b"note", seed=number)
+    before = journal.capacity
+    huge = [(1, DTYPES[2], 200)]
+    if kept_before > 1:
+        assert begin(journal, huge) is None
+        assert journal.capacity == before
+        journal.release()
+        kept = kept[-1:]
+    put(journal, kept, huge, seed=9)
+    assert journal.capacity > before
+    assert read(path) == kept
+    put(journal, kept, [(0, DTYPES[0], 5)], seed=10)
+    assert read(path) == kept
+    journal.close(remove=True)
+
+
+def test_a_disk_without_room_to_grow(path, monkeypatch):
+    """Nothing has changed, and smaller entries go on."""
+    journal = create(path, 2_048)
+    kept = []
+    put(journal, kept, [(0, DTYPES[0], 5)])
+
+    def no_room(descriptor, size, directory):
+        raise DiskSpaceError(size, 0, directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(system, "reserve", no_room)
+        with pytest.raises(DiskSpaceError):
+            begin(journal, [(0, DTYPES[2], 100)])
+        assert read(path) == kept
+        put(journal, kept, [(0, DTYPES[0], 4)], seed=2)
+    assert read(path) == kept
+    put(journal, kept, [(0, DTYPES[0], 4)], seed=3)
+    assert read(path) == kept
+    journal.close(remove=True)
+
+
+def test_an_entry_without_parts_or_rows(path):
+    journal = create(path)
+    kept = []
+    put(journal, kept, [], b"a step in which no table took part")
+    put(journal, kept, [(2, DTYPES[1], 0)])
+    put(journal, kept, [(2, DTYPES[1], 0), (0, DTYPES[0], 1), (1, DTYPES[2], 0)], b"\0")
+    assert read(path) == kept
+    journal.close(remove=True)
+
+
+def test_bytes_written_and_the_file_that_goes(path):
+    journal = create(path)
+    assert journal.bytes_written == 0
+    put(journal, [], [(0, DTYPES[0], 5)], b"note")
+    assert journal.bytes_written == layout_of(4, [(5, DTYPES[0].itemsize)]).length
+    journal.close(remove=False)
+    assert path.exists()
+    create(path).close(remove=True)
+    assert not path.exists()
+
+
+# ---------------------------------------------------------------- torn writes
+
+
+def stages(path, operation):
+    """Return the file's bytes before and after something."""
+    before = path.read_bytes()
+    operation()
+    return before, path.read_bytes()
+
+
+def mixed(before, after, take):
+    """Return the old bytes with those changes that `take` picks, by their number and place."""
+    changed = np.flatnonzero(np.frombuffer(before, np.uint8) != np.frombuffer(after, np.uint8))
+    data = bytearray(before)
+    for number, at in enumerate(changed.tolist()):
+        if take(number, at, len(changed)):
+            data[at] = after[at]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("notes", [0, 30])
+def test_a_commit_torn_at_any_byte_is_none(path, notes):
+    """A process that dies leaves a prefix of what it wrote; only the whole is an entry."""
+    journal = create(path)
+    kept = []
+    put(journal, kept, [(0, DTYPES[1], 4)])
+    entry = begin(journal, [(0, DTYPES[1], 3), (1, DTYPES[0], 2)], b"n" * notes, seed=1)
+    before, after = stages(path, journal.commit)
+    journal.close(remove=True)
+    slots = [slot for slot in slots_of(before) if slot.last == 1]
+    assert slots
+    count = sum(a != b for a, b in zip(before, after, strict=True))
+    # In the order of the bytes the slots come before the entry; in time they come after it.
+    entries_only = before[:BODY] + after[BODY:]
+    for length in range(count + 1):
+        torn = mixed(before, entries_only, lambda number, at, total, length=length: number < length)
+        path.write_bytes(torn)
+        assert read(path) in (kept, [*kept, entry._replace(sequence=2)])
+        if torn == before:
+            assert read(path) == kept
+    path.write_bytes(entries_only)
+    assert read(path) == [*kept, entry._replace(sequence=2)]
+    for length in range(64):
+        path.write_bytes(mixed(entries_only, after, lambda number, at, total, length=length: number < length))
+        assert read(path) == [*kept, entry._replace(sequence=2)]
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_a_release_torn_at_any_byte_is_harmless(path, hot):
+    journal = create(path, hot=hot)
+    kept = []
+    for number in range(3):
+        put(journal, kept, [(0, DTYPES[1], 4)], seed=number)
+    before, after = stages(path, journal.release)
+    journal.close(remove=True)
+    for length in range(64):
+        path.write_bytes(mixed(before, after, lambda number, at, total, length=length: number < length))
+        assert read(path) in (kept, kept[-1:])
+
+
+@given(chosen=st.lists(st.booleans(), min_size=64, max_size=64), seed=SEEDS)
+@settings(max_examples=60)
+def test_sectors_of_a_commit_in_any_order(chosen, seed):
+    """A device writes sectors in any order: an entry of which one is missing is none (durable policy)."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "dsa.journal"
+        journal = create(path, 1 << 14)
+        kept = []
+        put(journal, kept, [(0, DTYPES[1], 4)])
+        start = path.read_bytes()
+        entry = begin(journal, [(0, DTYPES[2], 12), (1, DTYPES[0], 30)], b"note", seed)
+        journal.commit()
+        after = start[:BODY] + path.read_bytes()[BODY:]
+        journal.close(remove=True)
+        path.write_bytes(mixed(start, after, lambda number, at, total: chosen[at // 512 % 64]))
+        assert read(path) in (kept, [*kept, entry._replace(sequence=2)])
+
+
+# ---------------------------------------------------------------- order of syncs
+
+
+def test_an_entry_is_synced_before_the_header_calls_it_committed(path, monkeypatch):
+    journal = create(path, durable=True)
+    seen = []
+
+    def sync(mapping, descriptor):
+        seen.append(bytes(mapping[:]))
+
+    monkeypatch.setattr(system, "sync_mapping", sync)
+    kept = []
+    put(journal, kept, [(0, DTYPES[1], 4)])
+    assert len(seen) == 1
+    assert max(slots_of(seen[0])).last == 0
+    path.with_name("copy").write_bytes(seen[0])
+    assert read(path.with_name("copy")) == kept
+    assert max(slots_of(path.read_bytes())).last == 1
+    journal.close(remove=True)
+
+
+def test_a_journal_that_is_not_durable_never_waits(path, monkeypatch):
+    journal = create(path)
+    monkeypatch.setattr(system, "sync_mapping", lambda *ignored: pytest.fail("it waits for the device"))
+    put(journal, [], [(0, DTYPES[1], 4)])
+    journal.release()
+    journal.close(remove=True)
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_sync_that_fails_is_tried_again(path, monkeypatch, failures):
+    journal = create(path, durable=True)
+    kept = []
+    put(journal, kept, [(0, DTYPES[1], 4)])
+    left = [True] * failures
+    monkeypatch.setattr(system, "sync_mapping", lambda *ignored: left and left.pop() and refuse())
+    entry = begin(journal, [(0, DTYPES[1], 4)], seed=1)
+    for _ in range(failures):
+        with pytest.raises(OSError, match="refused"):
+            journal.commit()
+    journal.commit()
+    kept.append(entry._replace(sequence=2))
+    put(journal, kept, [(0, DTYPES[0], 1)], seed=2)
+    assert read(path) == kept
+    journal.close(remove=True)
+
+
+def refuse():
+    raise OSError(5, "refused")
+
+
+def test_a_release_whose_sync_fails_releases_nothing(path, monkeypatch):
+    """The room of the older entries may not be used: a loss of power can bring the old header back."""
+    journal = create(path, 1_024, durable=True)
+    kept = []
+    while begin(journal, [(0, DTYPES[1], 4)], seed=len(kept)) is not None:
+        put(journal, kept, [(0, DTYPES[1], 4)], seed=len(kept))
+    with monkeypatch.context() as patch:
+        patch.setattr(system, "sync_mapping", lambda *ignored: refuse())
+        for _ in range(2):
+            with pytest.raises(OSError, match="refused"):
+                journal.release()
+            assert begin(journal, [(0, DTYPES[1], 4)]) is None
+    assert read(path) in (kept, kept[-1:])
+    journal.release()
+    put(journal, kept, [(0, DTYPES[1], 4)], seed=99)
+    assert read(path) == kept[-2:]
+    journal.close(remove=True)
+
+
+def test_interrupted_before_any_line(path):
+    """Ctrl-C anywhere in a call: made again it completes, and what follows is in its place."""
+    reading = {"open", "entries", "_entry_at", "_read_header", "__init__", "close"}
+    methods = {name: method for name, method in vars(Journal).items() if hasattr(method, "__code__")}
+    code = {method.__code__ for name, method in methods.items() if name not in reading}
+    number = 0
+    while True:
+        number += 1
+        journal = create(path, 512)
+        kept = []
+        with interrupting(code, number) as interrupts:
+            for seed in range(4):
+                entry = insist(lambda j=journal, s=seed: begin(j, [(0, DTYPES[1], 3)], seed=s))
+                insist(journal.commit)
+                kept.append(entry._replace(sequence=len(kept) + 1))
+                assert read_copy(path)[-2:] == kept[-2:], f"interrupt {number}"
+                insist(journal.release)
+                assert read_copy(path)[-1:] == kept[-1:], f"interrupt {number}"
+        journal.close(remove=True)
+        if not interrupts:
+            break
+    assert number > 50
+
+
+def read_copy(path):
+    return read(shutil.copy(path, path.with_name("copy")))
+
+
+def insist(call):
+    """Call until no interrupt comes between."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return call()
+
+
+@contextlib.contextmanager
+def interrupting(code, number):
+    """Raise KeyboardInterrupt before the n-th line of some functions; yield the list of those raised."""
+    count, raised = 0, []
+
+    def enter(frame, event, argument):
+        return inside if frame.f_code in code else None
+
+    def inside(frame, event, argument):
+        nonlocal count
+        if event == "line":
+            count += 1
+            if count == number:
+                raised.append(frame.f_lineno)
+                raise KeyboardInterrupt
+        return inside
+
+    old = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield raised
+    finally:
+        sys.settrace(old)
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.fixture
+def written(path):
+    """A journal that a dead process has left: entries 3 to 5 of which the last two follow a wrap."""
+    journal = create(path, 1_600)
+    kept = []
+    for number in range(3):
+        put(journal, kept, [(0, DTYPES[1], 4)], b"note %d" % number, seed=number)
+    journal.release()
+    kept = kept[-1:]
+    for number in range(3, 5):
+        put(journal, kept, [(0, DTYPES[1], 4)], b"note %d" % number, seed=number)
+    assert journal._slot.head >= journal._tail > 0
+    journal.close(remove=False)
+    return path, kept
+
+
+def test_a_changed_bit_is_never_believed(written):
+    """In what is known to be committed it is an error; where nothing is kept it changes nothing."""
+    path, kept = written
+    data = path.read_bytes()
+    errors = 0
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        path.write_bytes(changed)
+        try:
+            found = read(path)
+        except StateCorruptError:
+            errors += 1
+            continue
+        assert found == kept or kept[-len(found) :] == found, f"byte {at}"
+    assert errors > 3 * 4 * DTYPES[1].itemsize
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_any_bytes_are_safe_to_read(data):
+    """Garbage, and garbage with right checksums: an error or entries, never a crash."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "dsa.journal"
+        journal = create(path, 1_024)
+        put(journal, [], [(0, DTYPES[0], 3)], b"note")
+        journal.close(remove=False)
+        raw = bytearray(path.read_bytes())
+        numbers = st.integers(0, 2**64 - 1) | st.integers(0, 2_000)
+        for at in data.draw(st.lists(st.sampled_from(SLOTS), unique=True)):
+            write_slot(raw, at, Slot(*[data.draw(numbers) for _ in range(4)]))
+        for _ in range(data.draw(st.integers(0, 4))):
+            at = data.draw(st.integers(0, len(raw) - 9))
+            raw[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
+        path.write_bytes(raw)
+        with contextlib.suppress(StateCorruptError):
+            read(path)
+
+
+def shorten(path, size):
+    os.truncate(path, size)
+
+
+DAMAGES = {
+    "missing": (lambda path: path.unlink(), "is missing"),
+    "empty": (lambda path: shorten(path, 0), "has 0 bytes, which no journal has"),
+    "a header alone": (lambda path: shorten(path, BODY), "has 4096 bytes, which no journal has"),
+    "truncated": (lambda path: shorten(path, BODY + 300), "is damaged in entry"),
+    "zeroed": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "was not written by dsa"),
+    "foreign": (lambda path: path.write_bytes(b"x" * 9_000), "was not written by dsa"),
+    "another state's": (
+        lambda path: path.write_bytes(path.read_bytes().replace(IDENTITY.encode(), b"f" * 16)),
+        "belongs to another state",
+    ),
+    "without slots": (
+        lambda path: path.write_bytes(path.read_bytes()[:512] + bytes(BODY - 512) + path.read_bytes()[BODY:]),
+        "has a damaged header",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_explained(written, damage):
+    path, _ = written
+    harm, match = DAMAGES[damage]
+    harm(path)
+    held = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    with pytest.raises(StateCorruptError, match=match) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    assert "pass resume=False to start over" in str(caught.value)
+    del caught
+    if sys.platform == "linux":
+        assert len(os.listdir("/proc/self/fd")) == held
+
+
+def test_bytes_after_the_end_change_nothing(written):
+    path, kept = written
+    with path.open("ab") as file:
+        file.write(b"\xff" * 10_000)
+    assert read(path) == kept
+
+
+def test_either_slot_alone_is_enough_while_the_other_is_written(path):
+    """The slots are written in turn: whatever a death leaves of one, the other holds."""
+    journal = create(path, 2_048)
+    kept = []
+    for number in range(6):
+        put(journal, kept, [(0, DTYPES[1], 3)], seed=number)
+        data = path.read_bytes()
+        newest = max(SLOTS, key=lambda at: read_slot(bytearray(data), at) or Slot(0, 0, 0, 0))
+        path.with_name("copy").write_bytes(data[:newest] + b"\xaa" * 40 + data[newest + 40 :])
+        if number:
+            assert read(path.with_name("copy"))[-1] == kept[-1]
+        journal.release()
+        data = path.read_bytes()
+        newest = max(SLOTS, key=lambda at: read_slot(bytearray(data), at) or Slot(0, 0, 0, 0))
+        path.with_name("copy").write_bytes(data[:newest] + b"\xaa" * 40 + data[newest + 40 :])
+        assert read(path.with_name("copy"))[-1] == kept[-1]
+    journal.close(remove=True)
+
+
+def test_entries_of_an_earlier_life_are_not_read(path):
+    """The file of a state is made anew each time it is opened; what the old one held is gone."""
+    journal = create(path)
+    for number in range(3):
+        put(journal, [Kept(number, b"", [])], [(0, DTYPES[1], 4)], seed=number)
+    journal.close(remove=False)
+    create(path).close(remove=False)
+    assert read(path) == []
+
+
+def test_a_journal_that_can_not_be_made_leaves_nothing(path, monkeypatch):
+    held = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    for name in ("reserve", "sync_mapping", "sync_directory"):
+        with monkeypatch.context() as patch:
+            patch.setattr(system, name, lambda *ignored: refuse())
+            with pytest.raises(OSError, match="refused"):
+                create(path, durable=True)
+        assert not path.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(dsa.journal.mmap, "mmap", lambda *ignored: refuse())
+        with pytest.raises(OSError, match="refused"):
+            create(path)
+    assert not path.exists()
+    if sys.platform == "linux":
+        assert len(os.listdir("/proc/self/fd")) == held
