@@ -267,10 +267,6 @@ class Journal:
         if remove:
             self._path.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Delete the file, which is no longer needed."""
-        self._path.unlink(missing_ok=True)
-
     def _entry_at(self, place: int, sequence: int) -> tuple[Entry | None, int]:
         # An entry follows the one before it, or starts the ring again.
         for start in (place, 0):

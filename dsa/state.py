@@ -178,17 +178,18 @@ class StateDirectory:
         self._flush_tables()
         self._draft = None
         lock, self._lock = self._lock, None
+        saved = False
         with contextlib.ExitStack() as stack:
             # Every file is let go, whichever fails; then the state is as after a kill, and the journal stays.
+            # The lock # goes last: whoever opens the directory next makes a journal of that name.
             stack.callback(os.close, lock)
-            if self._journal is not None:
-                stack.callback(self._journal.close, remove=False)
+            if (journal := self._journal) is not None:
+                stack.callback(lambda: journal.close(remove=saved))
             with contextlib.ExitStack() as tables:
                 for table in self._order:
                     tables.callback(table.backend.close)
             self._save("closed")
-        if self._journal is not None:
-            self._journal.remove()
+            saved = True
 
     def require_open(self) -> None:
         """Raise `StateClosedError` when the state was closed or belongs to another process."""

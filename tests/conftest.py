@@ -18,8 +18,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def _kernel_cache() -> str:
     """Return a directory named after the kernels' sources.
 
-    numba stamps a compiled function with its own file alone, so that editing a function which another file's kernel
-    calls would leave stale code in use. Installing another release renews all files and has no such problem.
+    numba stamps a compiled function with its own file alone, so that editing a function which another file's
+    kernel calls would leave stale code in use. Installing another release renews all files.
     """
     package = Path(__file__).parents[1] / "dsa"
     digest = hashlib.sha256()

@@ -38,7 +38,10 @@ FLOORS = [
             "dsa.watch",
         ],
     ),
-    ("parameters that stand for tables", ["dsa.disk_parameter", "dsa.holders", "dsa.pretrained", "dsa.resident"]),
+    (
+        "parameters that stand for tables",
+        ["dsa.disk_parameter", "dsa.holders", "dsa.pretrained", "dsa.resident"],
+    ),
     ("opening a state", ["dsa.opening"]),
     ("recovery of a state", ["dsa.recovery"]),
     ("creation of a state", ["dsa.creation"]),

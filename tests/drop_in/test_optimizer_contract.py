@@ -422,6 +422,6 @@ def test_a_step_that_is_patched(make):
 
 def test_a_float64_parameter_is_refused_instead_of_rounded(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(4, 2, dtype=torch.float64))
-    with pytest.raises(ValueError, match="param_0.*float64.*convert"):
+    with pytest.raises(ValueError, match=r"param_0.*float64.*convert"):
         DiskSparseAdam([parameter], state_dir=tmp_path / "state")
     assert not (tmp_path / "state").exists()

@@ -1,0 +1,279 @@
+"""Where a run can be stopped: named points inside what one call does, and every line of the package.
+
+`points` wraps functions of the package so that each tells when it begins and has ended, and stands still
+halfway where it matters: in the middle of a gather, with an entry whose commit record is half written, with
+half of a row scattered. `Stop` names one such passage, or a line of the package, and what happens there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+
+import dsa.backends.memmap
+import dsa.journal
+import dsa.metadata
+import dsa.recovery
+import dsa.update
+from dsa.backends.memmap import MemmapBackend
+from dsa.journal import Journal
+from dsa.journal_format import layout_of
+from dsa.kernels.report import merge_reports
+from dsa.state import StateDirectory
+from dsa.writer import WriteBehind
+
+PACKAGE = str(Path(dsa.journal.__file__).parent) + os.sep
+
+POINTS = frozenset(
+    f"{what} {where}"
+    for what, wheres in {
+        "gather": ("begins", "half", "ends"),
+        "kernel": ("begins", "half", "ends"),
+        "scatter": ("begins", "half", "torn", "ends"),
+        "entry": ("begins", "header", "note", "half committed", "ends"),
+        "slot": ("begins", "half", "ends"),
+        "description": ("begins", "half", "ends"),
+        "replay": ("begins", "ends"),
+        "journal create": ("begins", "ends"),
+        "journal open": ("begins", "ends"),
+        "journal begin": ("begins", "ends"),
+        "journal commit": ("begins", "ends"),
+        "journal release": ("begins", "ends"),
+        "journal grow": ("begins", "ends"),
+        "journal close": ("begins", "ends"),
+        "table flush": ("begins", "ends"),
+        "table close": ("begins", "ends"),
+        "settle": ("begins", "ends"),
+        "close": ("begins", "ends"),
+        "queue write": ("begins", "ends"),
+        "reserve": ("begins", "ends"),
+        "sync": ("begins", "ends"),
+        "rename": ("begins", "ends"),
+        "unlink": ("begins", "ends"),
+    }.items()
+    for where in wheres
+)
+
+
+class Stop(NamedTuple):
+    """The n-th passage (from 1) of a point or of a line such as ``journal.py:97``, while one of `phases` is
+    under way; an empty set means any time.
+    """
+
+    place: str
+    passage: int
+    phases: frozenset[str] = frozenset()
+
+    @property
+    def is_line(self) -> bool:
+        return ".py:" in self.place
+
+
+class Watch:
+    """Counts passages and acts at one of them. One for each process; `arm` sets it."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.phase = ""
+        self.stop: Stop | None = None
+        self.action: Callable[[str], None] = lambda place: None
+        self.counts: Counter[str] | None = None
+        self.every: Callable[[str], None] | None = None
+        self._seen = 0
+
+    def passing(self, place: str) -> None:
+        if self.counts is not None:
+            self.counts[place] += 1
+        if self.every is not None:
+            self.every(place)
+        stop = self.stop
+        if stop is None or stop.place != place or (stop.phases and self.phase not in stop.phases):
+            return
+        self._seen += 1
+        if self._seen == stop.passage:
+            self.action(place)
+
+    def arm(self, stop: Stop, action: Callable[[str], None]) -> None:
+        """Act at one passage."""
+        self.stop, self.action, self._seen = stop, action, 0
+        if stop.is_line:
+            trace_lines(self.passing, only=stop.place)
+
+
+watch = Watch()
+passing = watch.passing
+
+
+def die(place: str) -> None:
+    """End the process as the system does when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trace_lines(passing: Callable[[str], None], only: str | None = None) -> None:
+    """Report every line of the package that is about to run, in threads too; `sys.settrace(None)` ends it."""
+    name, line = (only or ":").rsplit(":", 1)
+
+    def enter(frame, event, argument):
+        path = frame.f_code.co_filename
+        if not path.startswith(PACKAGE) or (only and not path.endswith(os.sep + name)):
+            return None
+        return inside
+
+    def inside(frame, event, argument):
+        if event == "line" and (only is None or frame.f_lineno == int(line)):
+            passing(f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}")
+        return inside
+
+    threading.settrace(enter)
+    sys.settrace(enter)
+
+
+def end_trace() -> None:
+    """Stop reporting lines."""
+    threading.settrace(None)
+    sys.settrace(None)
+
+
+def _around(name: str, function):
+    def wrapper(*arguments, **options):
+        passing(f"{name} begins")
+        result = function(*arguments, **options)
+        passing(f"{name} ends")
+        return result
+
+    return wrapper
+
+
+def _gather(self, rows, out=None, *, _read=MemmapBackend.read):
+    passing("gather begins")
+    half = len(rows) // 2
+    if out is None or half == 0:
+        result = _read(self, rows, out)
+    else:
+        _read(self, rows[:half], out[:half])
+        passing("gather half")
+        _read(self, rows[half:], out[half:])
+        result = out
+    passing("gather ends")
+    return result
+
+
+def _scatter(self, rows, records, *, _write=MemmapBackend.write):
+    passing("scatter begins")
+    half = len(rows) // 2
+    if half:
+        _write(self, rows[:half], records[:half])
+        passing("scatter half")
+        words = np.ascontiguousarray(records[half : half + 1]).view(np.int32)
+        self._open_table()[rows[half], : len(words) // 2] = words[: len(words) // 2]
+        passing("scatter torn")
+    _write(self, rows[half:], records[half:])
+    passing("scatter ends")
+
+
+def _kernel(function):
+    def wrapper(records, grad, options, **more):
+        passing("kernel begins")
+        half = len(records) // 2
+        reports = [(0, function(records[:half], grad[:half], options, **more))] if half else []
+        passing("kernel half")
+        reports.append((half, function(records[half:], grad[half:], options, **more)))
+        passing("kernel ends")
+        return merge_reports(reports)
+
+    return wrapper
+
+
+def _encode(memory, base, sequence, note, parts, *, _encode_entry=dsa.journal.encode_entry):
+    layout = layout_of(len(note), [(len(part.rows), part.records.dtype.itemsize) for part in parts])
+    scratch = bytearray(base + layout.length)
+    _encode_entry(scratch, base, sequence, note, parts)
+    passing("entry begins")
+    header = layout.parts[0][0] if layout.parts else layout.note
+    _copy(scratch, memory, base, base + header)
+    passing("entry header")
+    end = base + layout.length
+    _copy(scratch, memory, base + layout.note, end - 64)
+    passing("entry note")
+    _copy(scratch, memory, end - 64, end - 50)
+    passing("entry half committed")
+    _copy(scratch, memory, end - 50, end)
+    passing("entry ends")
+
+
+def _slot(memory, at, slot, *, _write_slot=dsa.journal.write_slot):
+    scratch = bytearray(at + 512)
+    _write_slot(scratch, at, slot)
+    passing("slot begins")
+    _copy(scratch, memory, at, at + 18)
+    passing("slot half")
+    _copy(scratch, memory, at + 18, at + 64)
+    passing("slot ends")
+
+
+def _copy(source: bytearray, memory, start: int, stop: int) -> None:
+    memory[start:stop] = bytes(source[start:stop])
+
+
+def _describe(path, data, *, _write_atomically=dsa.metadata.write_atomically):
+    passing("description begins")
+    path.with_name(f"{path.name}.tmp").write_bytes(data[: len(data) // 2])
+    passing("description half")
+    _write_atomically(path, data)
+    passing("description ends")
+
+
+@contextlib.contextmanager
+def points() -> Iterator[None]:
+    """Make the package tell where it is. A name that no longer exists is an error."""
+    patch = mock.patch.object
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, replacement in (
+            (MemmapBackend, "read", _gather),
+            (MemmapBackend, "write", _scatter),
+            (dsa.journal, "encode_entry", _encode),
+            (dsa.journal, "write_slot", _slot),
+            (dsa.metadata, "write_atomically", _describe),
+            (dsa.update, "adam_step", _kernel(dsa.update.adam_step)),
+            (dsa.update, "riemannian_adam_step", _kernel(dsa.update.riemannian_adam_step)),
+            (Journal, "create", _around_class(Journal, "create", "journal create")),
+            (Journal, "open", _around_class(Journal, "open", "journal open")),
+        ):
+            stack.enter_context(patch(owner, attribute, replacement))
+        for owner, attribute, name in (
+            (dsa.recovery, "apply_entry", "replay"),
+            (Journal, "begin", "journal begin"),
+            (Journal, "commit", "journal commit"),
+            (Journal, "release", "journal release"),
+            (Journal, "_grow", "journal grow"),
+            (Journal, "close", "journal close"),
+            (MemmapBackend, "flush", "table flush"),
+            (MemmapBackend, "close", "table close"),
+            (StateDirectory, "settle", "settle"),
+            (StateDirectory, "close", "close"),
+            (WriteBehind, "_write_oldest", "queue write"),
+            (dsa.system, "reserve", "reserve"),
+            (os, "fsync", "sync"),
+            (os, "fdatasync", "sync"),
+            (os, "replace", "rename"),
+            (pathlib.Path, "unlink", "unlink"),
+        ):
+            stack.enter_context(patch(owner, attribute, _around(name, getattr(owner, attribute))))
+        yield
+
+
+def _around_class(owner: type, attribute: str, name: str) -> classmethod:
+    return classmethod(_around(name, getattr(owner, attribute).__func__))

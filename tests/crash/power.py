@@ -1,0 +1,211 @@
+"""A model of the device: what is left of a directory when the power goes.
+
+What a file held when it was last synced is on the device. Of what was written since, each sector is there or
+not, as chance will have it; so is the file's length, and so is every name made, replaced or removed since its
+directory was synced. `Device` follows a directory's syncs; `Device.image` is what it holds at one moment, and
+`Image.draw` one way in which that may come out. A sync that fails (see `Device.fail_syncs`) leaves the pages
+it had to write *clean*: a later sync passes them over unless they were written again, as Linux has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import random
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import dsa.journal
+from dsa.backends.memmap import MemmapBackend
+from dsa.system import PAGE
+
+__all__ = ["Device", "Image"]
+
+SECTOR = 512
+
+Content = bytes
+
+
+@dataclass(frozen=True)
+class Image:
+    """What may be on the device.
+
+    Args:
+        old_names: The file of each name when the directory was last synced, as a key of the other two.
+        new_names: The file of each name now.
+        synced: What each file held when it was last synced.
+        current: What it holds now.
+    """
+
+    old_names: dict[str, int]
+    new_names: dict[str, int]
+    synced: dict[int, Content]
+    current: dict[int, Content]
+
+    def draw(self, rng: random.Random, directory: Path) -> None:
+        """Write one outcome into a new directory."""
+        directory.mkdir()
+        share, grain = rng.choice([0.0, 1.0, 0.1, 0.5, 0.9]), rng.choice([SECTOR, PAGE])
+        chosen: dict[int, Content] = {}
+        for name in sorted({*self.old_names, *self.new_names}):
+            key = (self.new_names if rng.random() < share else self.old_names).get(name)
+            if key is None:
+                continue
+            if key not in chosen:
+                chosen[key] = _mixed(self.synced.get(key, b""), self.current.get(key), rng, share, grain)
+            (directory / name).write_bytes(chosen[key])
+
+
+def _mixed(old: Content, new: Content | None, rng: random.Random, share: float, grain: int) -> Content:
+    if new is None or new == old:
+        return old
+    size = len(new) if rng.random() < share else len(old)
+    before = old[:size].ljust(size, b"\0")
+    after = new[:size].ljust(size, b"\0")
+    pieces = [(after if rng.random() < share else before)[at : at + grain] for at in range(0, size, grain)]
+    return b"".join(pieces)
+
+
+class Device:
+    """Follows the syncs of the files of one directory.
+
+    Args:
+        directory: It exists; what it holds is on the device.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.fail_syncs: Callable[[], bool] = lambda: False
+        # No sync ends while an image is taken: what follows from it would be in the image and it would not.
+        self._still = threading.RLock()
+        self._held: dict[int, int] = {}
+        self._synced: dict[int, Content] = {}
+        self._passed_over: dict[int, set[int]] = {}
+        self._names = self._list()
+        for name, key in self._names.items():
+            self._synced[key] = (directory / name).read_bytes()
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the process's syncs."""
+        patch = mock.patch.object
+        with (
+            patch(os, "fsync", self._syncing(os.fsync)),
+            patch(os, "fdatasync", self._syncing(os.fdatasync)),
+            patch(dsa.journal, "mmap", _NotingMmap(self)),
+            patch(dsa.journal, "view", self._viewing(dsa.journal.view)),
+            patch(MemmapBackend, "write", self._writing(MemmapBackend.write)),
+        ):
+            yield
+
+    def image(self) -> Image:
+        """Return what may be on the device now."""
+        with self._still:
+            names = self._list()
+            current = {key: (self.directory / name).read_bytes() for name, key in names.items()}
+            return Image(dict(self._names), names, dict(self._synced), current)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for descriptor in self._held.values():
+            os.close(descriptor)
+
+    def note_write(self, descriptor: int, start: int, stop: int) -> None:
+        """Take in that a range of a file was written: a later sync reaches it whatever failed before."""
+        key = os.fstat(descriptor).st_ino
+        if key in self._passed_over:
+            self._passed_over[key] -= set(range(start // PAGE, -(-stop // PAGE)))
+
+    def _list(self) -> dict[str, int]:
+        names = {}
+        for entry in os.scandir(self.directory):
+            descriptor = os.open(entry.path, os.O_RDONLY)
+            names[entry.name] = self._hold(descriptor)
+            os.close(descriptor)
+        return names
+
+    def _hold(self, descriptor: int) -> int:
+        # Held open, so that the number of a removed file is not given to another.
+        key = os.fstat(descriptor).st_ino
+        if key not in self._held:
+            self._held[key] = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+        return key
+
+    def _syncing(self, sync: Callable[[int], None]) -> Callable[[int], None]:
+        def wrapper(descriptor: int) -> None:
+            with self._still:
+                status = os.fstat(descriptor)
+                if not stat.S_ISDIR(status.st_mode):
+                    self._sync_data(descriptor, failing=self.fail_syncs())
+                elif status.st_ino == os.stat(self.directory).st_ino:
+                    self._names = self._list()
+                sync(descriptor)
+
+        return wrapper
+
+    def _sync_data(self, descriptor: int, failing: bool) -> None:
+        key = self._hold(descriptor)
+        content = os.pread(self._held[key], os.fstat(descriptor).st_size, 0)
+        old = self._synced.get(key, b"")
+        if failing:
+            changed = {
+                at // PAGE
+                for at in range(0, len(content), PAGE)
+                if content[at : at + PAGE] != old[at : at + PAGE]
+            }
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
+                self._passed_over.setdefault(key, set()).update(changed)
+            # A file opened for writing only is one that is written anew each time.
+            raise OSError(5, "injected: the device refused to sync")
+        pages = [content[at : at + PAGE] for at in range(0, len(content), PAGE)]
+        for page in self._passed_over.get(key, ()):
+            if page < len(pages):
+                pages[page] = old[page * PAGE : (page + 1) * PAGE].ljust(len(pages[page]), b"\0")
+        self._synced[key] = b"".join(pages)
+
+    def _viewing(self, view: Callable[..., Any]) -> Callable[..., Any]:
+        # The journal takes a view to write into it.
+        def wrapper(memory: Any, at: int, dtype: Any, count: int) -> Any:
+            self.note_write(memory.descriptor, at, at + count * np.dtype(dtype).itemsize)
+            return view(memory, at, dtype, count)
+
+        return wrapper
+
+    def _writing(self, write: Callable[..., None]) -> Callable[..., None]:
+        def wrapper(backend: MemmapBackend, rows: np.ndarray, records: np.ndarray) -> None:
+            write(backend, rows, records)
+            if self._passed_over:
+                stride = backend.describe()["stride"]
+                for row in rows.tolist():
+                    self.note_write(backend._file, PAGE + row * stride, PAGE + (row + 1) * stride)
+
+        return wrapper
+
+
+class _NotingMmap:
+    """Stands for the module `mmap`: its maps tell the device where slices are assigned."""
+
+    def __init__(self, device: Device) -> None:
+        class Map(mmap.mmap):
+            def __new__(cls, descriptor: int, *arguments: object, **options: object) -> mmap.mmap:
+                self = super().__new__(cls, descriptor, *arguments, **options)
+                self.descriptor = descriptor
+                return self
+
+            def __setitem__(self, where: slice, data: bytes) -> None:
+                super().__setitem__(where, data)
+                device.note_write(self.descriptor, where.start or 0, where.stop)
+
+        self.mmap = Map
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(mmap, name)
