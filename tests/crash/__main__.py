@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--errors", type=int, default=0, help="runs with failing file operations; 0: every operation"
     )
     parser.add_argument(
-        "--interrupts", type=int, default=1000, help="runs with Ctrl-C, in each scenario; 0: every place"
+        "--interrupts", type=int, default=300, help="runs with Ctrl-C, in each scenario; 0: every place"
     )
     parser.add_argument(
         "--lines", action="store_true", help="also kill at every line of the package that is run"
