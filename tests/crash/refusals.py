@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import dis
 import errno
+import functools
 import os
 import sys
 import weakref
@@ -94,19 +95,33 @@ def trace_calls(passing: Callable[[], None]) -> None:
 
     def inside(frame: FrameType, event: str, argument: object) -> Any:
         if event == "opcode":
-            before = last.get(frame)
-            last[frame] = frame.f_lasti
-            if (
-                before is not None
-                and _name(frame.f_code, before) in _INTERRUPTIBLE
-                and not _collecting(frame)
-            ):
+            before, last[frame] = last.get(frame), frame.f_lasti
+            if before is not None and _interruptible(frame, before) and not _collecting(frame):
                 passing()
         elif event == "return":
             last.pop(frame, None)
         return inside
 
     sys.settrace(enter)
+
+
+def _interruptible(frame: FrameType, before: int) -> bool:
+    code = frame.f_code
+    if dis.opname[code.co_code[before]] not in _INTERRUPTIBLE:
+        return False
+    # A signal's exception belongs to the instruction before, one raised here to the next: what differs is who
+    # handles it. At the end of a `with` they differ, and no signal ever comes between.
+    handlers = _handlers(code)
+    return _handler(handlers, before) == _handler(handlers, frame.f_lasti)
+
+
+@functools.cache
+def _handlers(code: CodeType) -> list[tuple[int, int, int]]:
+    return [(entry.start, entry.end, entry.target) for entry in dis._parse_exception_table(code)]
+
+
+def _handler(handlers: list[tuple[int, int, int]], at: int) -> int:
+    return next((target for start, end, target in handlers if start <= at < end), -1)
 
 
 def _collecting(frame: FrameType | None) -> bool:
@@ -116,7 +131,3 @@ def _collecting(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _name(code: CodeType, at: int) -> str:
-    return dis.opname[code.co_code[at]]
