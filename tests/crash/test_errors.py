@@ -38,19 +38,14 @@ def test_file_operations_that_fail(space, scenario):
     assert figures.total >= 60
 
 
-def fewest_struck(trials):
-    """Some places are passed once in a process, or by a queue's thread at its own pace."""
-    return trials // 2
-
-
 @files_left_to_the_collector
 @by_name
 def test_interrupts_anywhere_in_a_call(space, scenario):
     """KeyboardInterrupt leaves a whole number of steps, `flush` tells which, and going on works."""
     figures = interrupt(space, seed=1, trials=40, scenarios=[scenario])
     complain(figures)
-    assert figures.finished == 40
-    assert figures.total >= fewest_struck(40)
+    assert figures.finished >= 40
+    assert figures.total >= 40
 
 
 @files_left_to_the_collector
@@ -58,8 +53,8 @@ def test_interrupts_anywhere_in_a_call(space, scenario):
 def test_interrupts_while_closing(space, scenario):
     figures = interrupt(space, seed=1, trials=15, phases=frozenset({"close"}), scenarios=[scenario])
     complain(figures)
-    assert figures.finished == 15
-    assert figures.total >= fewest_struck(15)
+    assert figures.finished >= 15
+    assert figures.total >= 15
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
