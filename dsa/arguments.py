@@ -13,9 +13,9 @@ from dsa.errors import StateMismatchError, StateWarning
 from dsa.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.manifolds import manifold_of
 from dsa.notices import notify
-from dsa.opening import TableSpec
 from dsa.schema import adam_schema
 from dsa.state import StateDirectory
+from dsa.storage import TableSpec
 from dsa.table import Table
 
 __all__ = [

@@ -5,30 +5,24 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, final
+from typing import Final
 
 from dsa import system
 from dsa.backends.base import StateBackend
-from dsa.backends.memmap import Allocate, MemmapBackend, Stride, file_bytes
+from dsa.backends.memmap import MemmapBackend, file_bytes
 from dsa.errors import DiskSpaceError
 from dsa.init import FromArray, Initializer
 from dsa.journal import Journal
-from dsa.metadata import DURABILITIES, METADATA_NAME, Metadata, table_file_name, write_metadata
-from dsa.schema import Schema
+from dsa.metadata import METADATA_NAME, Metadata, table_file_name, write_metadata
 from dsa.state import StateDirectory
+from dsa.storage import Storage, TableSpec
 from dsa.table import Table
 from dsa.weights import write_initial_weights
 from dsa.writer import WriteBehind
 
 __all__ = [
     "JOURNAL_NAME",
-    "Durability",
-    "Queue",
-    "Storage",
-    "StorageChoice",
-    "TableSpec",
     "add_table",
     "check_sources",
     "create_state",
@@ -37,107 +31,12 @@ __all__ = [
     "start",
 ]
 
-Durability = Literal["process", "power", "none"]
-
 JOURNAL_NAME: Final = "dsa.journal"
 # Entries that are let go after each step use the same memory again and again: it stays in the cache if it is
 # small.
 _CHECK_BYTES: Final = 8 << 20
 _HOT_BYTES: Final = 1 << 20
 _RETAINING_BYTES: Final = 64 << 20
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class TableSpec:
-    """A table as the caller asks for it.
-
-    Args:
-        name: Any non-empty string.
-        schema: Layout of a record.
-        source: The rule or the array that gives the first weights.
-        k: Curvature magnitude.
-        second_moment: The meaning of ``v``.
-        init_max_norm_fraction: See `dsa.table.Table`.
-    """
-
-    name: str
-    schema: Schema
-    source: Initializer | FromArray
-    k: float
-    second_moment: str
-    init_max_norm_fraction: float
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Queue:
-    """Write-behind, see `dsa.writer.WriteBehind`.
-
-    Args:
-        max_size: Batches that may wait.
-        put_timeout: Seconds to wait for room.
-    """
-
-    max_size: int = 150
-    put_timeout: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.max_size < 1:
-            raise ValueError(f"max_queue_size={self.max_size!r} is out of range: pass at least 1")
-        if not self.put_timeout >= 0.0:
-            raise ValueError(
-                f"put_timeout={self.put_timeout!r} is out of range: pass a number of seconds >= 0"
-            )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """How a state is stored.
-
-    Args:
-        allocate: ``"reserve"`` or ``"sparse"``, see `MemmapBackend.create`.
-        stride: None for the rule, ``"packed"``, ``"page"``, or bytes.
-        queue: How writes are queued for a thread; None writes them in the step.
-        durability: ``"process"``: a step that has returned survives the process. ``"power"``: it survives a
-            loss of power. ``"none"``: no journal; a killed process may leave a torn step behind.
-    """
-
-    allocate: Allocate = "reserve"
-    stride: Stride = None
-    durability: Durability = "process"
-    queue: Queue | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StorageChoice:
-    """Storage options of which some are left to the default, or to whoever opens the directory first.
-
-    Args:
-        allocate: See `Storage`; likewise the others.
-        stride: See `Storage`.
-        durability: See `Storage`.
-        queue: See `Storage`.
-    """
-
-    allocate: Allocate | None = None
-    stride: Stride = None
-    durability: Durability | None = None
-    queue: Queue | None = None
-
-    def complete(self) -> Storage:
-        """Return the options with the defaults filled in.
-
-        Raises:
-            ValueError: an option is not known.
-        """
-        if self.durability is not None and self.durability not in DURABILITIES:
-            raise ValueError(f"durability={self.durability!r} is not known: use one of {DURABILITIES}")
-        if self.allocate not in (None, "reserve", "sparse"):
-            raise ValueError(f"allocate={self.allocate!r} is not known: use 'reserve' or 'sparse'")
-        return Storage(self.allocate or "reserve", self.stride, self.durability or "process", self.queue)
 
 
 def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage, freed: int = 0) -> None:

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from dsa.arguments import layout_of_backend
 from dsa.backends.memmap import Allocate, Memmap
-from dsa.creation import Durability, Queue, StorageChoice, TableSpec
 from dsa.disk_parameter import DiskParameter, usable_seed
 from dsa.errors import StateMismatchError
 from dsa.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
@@ -23,6 +22,7 @@ from dsa.pretrained import pretrained_options, pretrained_source
 from dsa.reference import check_reference, reference_to
 from dsa.schema import adam_schema
 from dsa.sharing import join_tables
+from dsa.storage import Durability, Queue, StorageChoice, TableSpec
 
 __all__ = ["DiskEmbedding", "DiskEmbeddingBag"]
 

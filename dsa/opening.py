@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsa import system
-from dsa.creation import (
-    JOURNAL_NAME,
-    Durability,
-    Queue,
-    Storage,
-    TableSpec,
-    check_sources,
-    create_state,
-    require_space,
-)
+from dsa.creation import JOURNAL_NAME, check_sources, create_state, require_space
 from dsa.errors import (
     StateCorruptError,
     StateExistsError,
@@ -35,8 +26,9 @@ from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata, wr
 from dsa.notices import notify
 from dsa.recovery import continue_state
 from dsa.state import StateDirectory
+from dsa.storage import Storage, TableSpec
 
-__all__ = ["Durability", "Queue", "Storage", "TableSpec", "open_state"]
+__all__ = ["open_state"]
 
 _LOCK_NAME: Final = "dsa.lock"
 

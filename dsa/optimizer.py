@@ -34,13 +34,13 @@ from dsa.conventions import (
     VTransport,
     WeightDecayMode,
 )
-from dsa.creation import Durability, Queue, StorageChoice
 from dsa.curvature import CurvatureMap
 from dsa.kernels.threads import thread_limit
 from dsa.opening import open_state
 from dsa.prefetch import Prefetcher
 from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
+from dsa.storage import Durability, Queue, StorageChoice
 from dsa.table import Table, read_weights, stamp_of
 from dsa.tensors import ArrayLike, to_array
 from dsa.update import compute_update

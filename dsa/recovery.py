@@ -9,7 +9,7 @@ from typing import Any
 
 from dsa import system
 from dsa.backends.memmap import MemmapBackend, choose_stride
-from dsa.creation import JOURNAL_NAME, Storage, TableSpec, start
+from dsa.creation import JOURNAL_NAME, start
 from dsa.errors import StateCorruptError, StateMismatchError, StateWarning
 from dsa.init import from_json
 from dsa.journal import Journal
@@ -19,6 +19,7 @@ from dsa.notices import notify
 from dsa.progress import Progress
 from dsa.schema import Schema
 from dsa.state import StateDirectory, apply_entry
+from dsa.storage import Storage, TableSpec
 from dsa.table import Table
 
 __all__ = ["continue_state", "match_table", "warn_of_curvature"]

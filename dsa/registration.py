@@ -10,12 +10,12 @@ from typing import Any, Literal, final
 import torch
 
 from dsa.arguments import require_second_moment
-from dsa.creation import StorageChoice, TableSpec
 from dsa.disk_parameter import DiskParameter
 from dsa.init import Zeros
 from dsa.schema import adam_schema
 from dsa.sharing import check_choice, check_resume, join_tables
 from dsa.state import StateDirectory
+from dsa.storage import StorageChoice, TableSpec
 from dsa.table import Table
 
 __all__ = ["Registry", "require_ball"]

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final, NamedTuple
 
-from dsa.creation import Storage, StorageChoice, TableSpec, add_table
+from dsa.creation import add_table
 from dsa.errors import StateWarning
 from dsa.notices import notify
 from dsa.opening import open_state
 from dsa.recovery import match_table, warn_of_curvature
 from dsa.state import StateDirectory
+from dsa.storage import Storage, StorageChoice, TableSpec
 from dsa.table import Table
 
 __all__ = ["check_choice", "check_resume", "join_tables"]

@@ -23,7 +23,6 @@ from dsa.arguments import (
 from dsa.backends.memmap import Allocate, Memmap
 from dsa.coalesce import as_gradient, as_rows, coalesce
 from dsa.conventions import AdamOptions, BiasCorrection, Convention, SecondMoment, VTransport, WeightDecayMode
-from dsa.creation import Durability, Queue, StorageChoice
 from dsa.disk_parameter import DiskParameter
 from dsa.errors import StateMismatchError, TrainingWarning
 from dsa.foreign import import_sparse_adam
@@ -38,6 +37,7 @@ from dsa.resident import put_rows, take_rows
 from dsa.schema import Rows
 from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
+from dsa.storage import Durability, Queue, StorageChoice
 from dsa.table import Table
 from dsa.tensors import to_array
 from dsa.update import compute_update

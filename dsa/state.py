@@ -181,7 +181,7 @@ class StateDirectory:
         saved = False
         with contextlib.ExitStack() as stack:
             # Every file is let go, whichever fails; then the state is as after a kill, and the journal stays.
-            # The lock # goes last: whoever opens the directory next makes a journal of that name.
+            # The lock goes last: whoever opens the directory next makes a journal of that name.
             stack.callback(os.close, lock)
             if (journal := self._journal) is not None:
                 stack.callback(lambda: journal.close(remove=saved))

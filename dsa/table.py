@@ -13,6 +13,7 @@ from dsa.backends.base import StateBackend
 from dsa.errors import CorruptRowError
 from dsa.init import Initializer
 from dsa.kernels.checks import describe_fault, first_implausible
+from dsa.kernels.threads import run_slices
 from dsa.manifolds import Manifold, manifold_of
 from dsa.schema import Records, Rows
 from dsa.writer import WriteBehind
@@ -119,13 +120,19 @@ def read_weights(table: Table, rows: Rows) -> Weights:
     Raises:
         CorruptRowError: a stored row holds implausible values.
     """
-    records = read_records(table, rows)
-    position = first_implausible(records)
-    if position >= 0:
-        raise corrupt_row(table, rows, records, position)
+    weights = np.empty((len(rows), table.dim), np.float32)
+
+    def read(start: int, stop: int) -> None:
+        records = read_records(table, rows[start:stop])
+        position = first_implausible(records)
+        if position >= 0:
+            raise corrupt_row(table, rows[start:stop], records, position)
+        weights[start:stop] = records["w"]
+
+    run_slices(read, len(rows))
     if table.k == 0.0:
-        return np.ascontiguousarray(records["w"])
-    return table.space.project(records["w"].astype(np.float64))[0].astype(np.float32)
+        return weights
+    return table.space.project(weights.astype(np.float64))[0].astype(np.float32)
 
 
 def corrupt_row(table: Table, rows: Rows, records: Records, position: int) -> CorruptRowError:

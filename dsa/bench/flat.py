@@ -18,8 +18,8 @@ from dsa.bench.results import Group
 from dsa.bench.settings import Settings
 from dsa.bench.timing import Contender
 from dsa.init import Zeros
-from dsa.opening import Durability
 from dsa.schema import Rows
+from dsa.storage import Durability
 
 __all__ = ["first_step", "gpu_groups", "small_groups", "warm_groups"]
 

@@ -13,8 +13,8 @@ from dsa.bench.files import drop_pages, total_size
 from dsa.bench.options import BETA1, BETA2, EPS, LR
 from dsa.conventions import SecondMoment, VTransport
 from dsa.init import Initializer
-from dsa.opening import Durability
 from dsa.optimizer import DiskSparseRiemannianAdam
+from dsa.storage import Durability
 
 __all__ = ["Ours"]
 

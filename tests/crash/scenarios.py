@@ -14,8 +14,9 @@ import numpy as np
 
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.arguments import table_spec
-from dsa.creation import Queue, Storage, add_table
+from dsa.creation import add_table
 from dsa.metadata import read_metadata
+from dsa.storage import Queue, Storage
 
 __all__ = ["CHANGING", "DIMS", "ENDURING", "ROWS", "STEPPING", "Op", "Scenario", "steps", "stored_names"]
 
