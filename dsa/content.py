@@ -62,8 +62,10 @@ class StateContent:
         global_step: Steps that the state has taken.
         exports: Checkpoints of this very history: content root and the step each was made at. Rows with a
             stamp above that step may have changed since.
+        identity: The random name of the state, by which a state dict refers to it.
     """
 
     tables: tuple[TableContent, ...]
     global_step: int = 0
     exports: dict[str, int] = field(default_factory=dict)
+    identity: str = ""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from dsa import system
-from dsa.backends.base import StateBackend
-from dsa.backends.memmap import MemmapBackend, file_bytes
 from dsa.errors import DiskSpaceError
 from dsa.init import FromArray, Initializer
 from dsa.journal import Journal
@@ -18,6 +17,7 @@ from dsa.metadata import METADATA_NAME, Metadata, table_file_name, write_metadat
 from dsa.state import StateDirectory
 from dsa.storage import Storage, TableSpec
 from dsa.table import Table
+from dsa.table_files import make_backend, remove_table_file, table_bytes
 from dsa.weights import write_initial_weights
 from dsa.writer import WriteBehind
 
@@ -26,7 +26,9 @@ __all__ = [
     "add_table",
     "check_sources",
     "create_state",
+    "make_journal",
     "make_table",
+    "queue_writes",
     "require_space",
     "start",
 ]
@@ -41,7 +43,7 @@ _RETAINING_BYTES: Final = 64 << 20
 
 def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage, freed: int = 0) -> None:
     """Raise `DiskSpaceError` when tables with reserved space don't fit, counting `freed` bytes as free."""
-    needed = sum(file_bytes(spec.source.rows, spec.schema, storage.stride) for spec in specs)
+    needed = sum(table_bytes(spec.source.rows, spec.schema, storage) for spec in specs)
     if storage.allocate != "reserve":
         return
     available = system.available_bytes(path) + freed
@@ -57,7 +59,7 @@ def check_sources(path: Path, specs: Sequence[TableSpec], storage: Storage) -> N
         OSError: the file system can't hold a file of a table's size.
     """
     for spec in specs:
-        system.probe_size(path, file_bytes(spec.source.rows, spec.schema, storage.stride))
+        system.probe_size(path, table_bytes(spec.source.rows, spec.schema, storage))
         if isinstance(spec.source, FromArray):
             for _ in spec.source.blocks(max(1, _CHECK_BYTES // (4 * spec.source.dim))):
                 pass
@@ -86,10 +88,7 @@ def create_state(path: Path, lock: int, specs: Sequence[TableSpec], storage: Sto
 def make_table(path: Path, spec: TableSpec, storage: Storage) -> Table:
     """Make the file of one table and open it; nothing is left behind when that fails."""
     file = path / table_file_name(spec.name)
-    file.unlink(missing_ok=True)  # what an interrupted creation may have left: no description names it
-    backend: StateBackend = MemmapBackend.create(
-        file, spec.source.rows, spec.schema, stride=storage.stride, allocate=storage.allocate
-    )
+    backend = make_backend(file, spec.source.rows, spec.schema, storage)
     lazy = spec.source if isinstance(spec.source, Initializer) and "w" in spec.schema.names else None
     table = Table(spec.name, backend, lazy, spec.second_moment, spec.init_max_norm_fraction, spec.k)
     try:
@@ -99,7 +98,7 @@ def make_table(path: Path, spec: TableSpec, storage: Storage) -> Table:
     except BaseException:
         with contextlib.suppress(OSError):
             backend.close()
-        file.unlink()
+        remove_table_file(file)
         raise
     return table
 
@@ -113,7 +112,7 @@ def add_table(state: StateDirectory, spec: TableSpec, storage: Storage) -> Table
     """
     require_space(state.path, [spec], storage)
     table = make_table(state.path, spec, storage)
-    _queue_writes(table, storage)
+    queue_writes(table, storage)
     state.add(table)
     return table
 
@@ -121,7 +120,7 @@ def add_table(state: StateDirectory, spec: TableSpec, storage: Storage) -> Table
 def _discard(path: Path, tables: Sequence[Table]) -> None:
     """Remove what an unfinished creation has made, whatever state it is in."""
     steps: list[Callable[[], object]] = [table.backend.close for table in tables]
-    steps += [(path / table_file_name(table.name)).unlink for table in tables]
+    steps += [partial(remove_table_file, path / table_file_name(table.name)) for table in tables]
     steps += [(path / JOURNAL_NAME).unlink, (path / METADATA_NAME).unlink]
     for step in steps:
         with contextlib.suppress(OSError):
@@ -132,18 +131,11 @@ def start(
     path: Path, lock: int, metadata: Metadata, tables: Sequence[Table], storage: Storage
 ) -> StateDirectory:
     """Begin to work with tables that are ready: an empty journal, write queues, the mark of an open state."""
-    journal = None
-    if storage.durability == "none":
-        (path / JOURNAL_NAME).unlink(missing_ok=True)
-    else:
-        durable = storage.durability == "power"
-        hot = not durable and storage.queue is None
-        capacity = _HOT_BYTES if hot else _RETAINING_BYTES
-        journal = Journal.create(path / JOURNAL_NAME, metadata.identity, capacity, durable, hot)
+    journal = make_journal(path / JOURNAL_NAME, metadata.identity, storage)
     for table in tables:
-        _queue_writes(table, storage)
+        queue_writes(table, storage)
     metadata.durability, metadata.boot = storage.durability, system.boot_identity()
-    state = StateDirectory(path, lock, metadata, tables, journal)
+    state = StateDirectory(path, lock, metadata, tables, journal, storage)
     try:
         state.mark_change(metadata.change)
     except BaseException:
@@ -152,7 +144,21 @@ def start(
     return state
 
 
-def _queue_writes(table: Table, storage: Storage) -> None:
+def make_journal(file: Path, identity: str, storage: Storage) -> Journal | None:
+    """Make an empty journal in place of any file there; none where the durability asks for none.
+
+    Raises:
+        DiskSpaceError: there is not enough room.
+    """
+    if storage.durability == "none":
+        file.unlink(missing_ok=True)
+        return None
+    durable = storage.durability == "power"
+    hot = not durable and storage.queue is None
+    return Journal.create(file, identity, _HOT_BYTES if hot else _RETAINING_BYTES, durable, hot)
+
+
+def queue_writes(table: Table, storage: Storage) -> None:
     if storage.queue is not None:
         options = storage.queue
         table.writer = WriteBehind(

@@ -31,20 +31,24 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 
 from dsa import system
 from dsa.errors import StateCorruptError
 from dsa.journal_format import (
+    BODY,
+    IDENTITY_AT,
+    MAGIC,
+    SLOTS_AT,
     Entry,
     Part,
     Slot,
     decode_entry,
     encode_entry,
     layout_of,
-    read_slot,
+    read_header,
     round_up,
     view,
     write_slot,
@@ -52,11 +56,6 @@ from dsa.journal_format import (
 from dsa.schema import Records, Rows
 
 __all__ = ["Journal"]
-
-_MAGIC: Final = b"dsa-journal-1\n"
-_IDENTITY_AT: Final = 64
-_SLOTS_AT: Final = (512, 1024)
-_BODY: Final = system.PAGE
 
 
 class _Draft(NamedTuple):
@@ -108,11 +107,11 @@ class Journal:
         """
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
         try:
-            size = _BODY + round_up(capacity)
+            size = BODY + round_up(capacity)
             system.reserve(file, size, str(path.parent))
             journal = cls(path, file, size, durable, hot)
-            journal._mapping[: len(_MAGIC)] = _MAGIC
-            journal._mapping[_IDENTITY_AT : _IDENTITY_AT + len(identity)] = identity.encode()
+            journal._mapping[: len(MAGIC)] = MAGIC
+            journal._mapping[IDENTITY_AT : IDENTITY_AT + len(identity)] = identity.encode()
             journal._put_slot(journal._slot)
             if durable:
                 journal._sync()
@@ -136,7 +135,7 @@ class Journal:
             raise _corrupt(path, "is missing") from error
         try:
             size = os.fstat(file).st_size
-            if size <= _BODY:
+            if size <= BODY:
                 raise _corrupt(path, f"has {size} bytes, which no journal has")
             journal = cls(path, file, size, durable)
             journal._read_header(identity)
@@ -153,7 +152,7 @@ class Journal:
     @property
     def capacity(self) -> int:
         """Bytes of the ring."""
-        return len(self._mapping) - _BODY
+        return len(self._mapping) - BODY
 
     def begin(
         self, note: bytes, parts: Sequence[tuple[int, Rows, np.dtype[np.void]]]
@@ -179,7 +178,7 @@ class Journal:
                 return None
             start = self._tail
             self._grow(start + layout.length)
-        base = _BODY + start
+        base = BODY + start
         placed: list[Part] = []
         for (index, rows, dtype), (rows_at, records_at) in zip(parts, layout.parts, strict=True):
             stored = view(self._mapping, base + rows_at, np.int64, len(rows))
@@ -208,7 +207,7 @@ class Journal:
         self._draft = None
 
     def _write(self, draft: _Draft) -> None:
-        start, stop = _BODY + draft.start, _BODY + draft.start + draft.length
+        start, stop = BODY + draft.start, BODY + draft.start + draft.length
         encode_entry(self._mapping, start, draft.sequence, draft.note, draft.parts)
         if not self._durable:
             return
@@ -249,7 +248,7 @@ class Journal:
                 if sequence <= known:
                     raise _corrupt(self._path, f"is damaged in entry {sequence} of {known}")
                 break
-            last_start, place = start, entry.end - _BODY
+            last_start, place = start, entry.end - BODY
             yield entry
             sequence += 1
         if sequence > self._slot.head_sequence:
@@ -270,7 +269,7 @@ class Journal:
     def _entry_at(self, place: int, sequence: int) -> tuple[Entry | None, int]:
         # An entry follows the one before it, or starts the ring again.
         for start in (place, 0):
-            entry = decode_entry(self._mapping, _BODY + start, sequence)
+            entry = decode_entry(self._mapping, BODY + start, sequence)
             if entry is not None:
                 return entry, start
         return None, 0
@@ -288,27 +287,23 @@ class Journal:
 
     def _grow(self, capacity: int) -> None:
         # Half as much again, so that batches of slightly different sizes don't each cost a reservation.
-        size = _BODY + round_up(capacity + capacity // 2)
+        size = BODY + round_up(capacity + capacity // 2)
         system.reserve(self._file, size, str(self._path.parent))
         self._mapping = mmap.mmap(self._file, size)
 
     def _put_slot(self, slot: Slot, sync: bool = False) -> None:
         # Adopted when it is in place: room that only it frees is then never used before.
         slot = slot._replace(number=self._slot.number + 1)
-        write_slot(self._mapping, _SLOTS_AT[slot.number % 2], slot)
+        write_slot(self._mapping, SLOTS_AT[slot.number % 2], slot)
         if sync:
             self._sync()
         self._slot = slot
 
     def _read_header(self, identity: str) -> None:
-        if self._mapping[: len(_MAGIC)] != _MAGIC:
-            raise _corrupt(self._path, "was not written by dsa")
-        if self._mapping[_IDENTITY_AT : _IDENTITY_AT + len(identity)] != identity.encode():
-            raise _corrupt(self._path, "belongs to another state")
-        slots = [slot for slot in (read_slot(self._mapping, at) for at in _SLOTS_AT) if slot is not None]
-        if not slots:
-            raise _corrupt(self._path, "has a damaged header")
-        self._slot = max(slots)
+        try:
+            self._slot = read_header(self._mapping, identity)
+        except ValueError as error:
+            raise _corrupt(self._path, str(error)) from None
 
     def _sync(self) -> None:
         system.sync_mapping(self._mapping, self._file)

@@ -11,22 +11,35 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa import system
 from dsa.kernels.hashing import hash_words
 from dsa.schema import Records, Rows
 
 __all__ = [
+    "BODY",
+    "IDENTITY_AT",
+    "MAGIC",
+    "SLOTS_AT",
     "Entry",
     "Layout",
     "Part",
     "Slot",
     "decode_entry",
     "encode_entry",
+    "entry_length",
     "layout_of",
+    "read_header",
     "read_slot",
     "round_up",
     "view",
     "write_slot",
 ]
+
+MAGIC: Final = b"dsa-journal-1\n"
+IDENTITY_AT: Final = 64
+SLOTS_AT: Final = (512, 1024)
+BODY: Final = system.PAGE
+"""Bytes of the header page, behind which the ring begins."""
 
 _BEGIN: Final = struct.Struct("<8sQQIII")
 _PART: Final = struct.Struct("<IIQ")
@@ -36,6 +49,8 @@ _BEGIN_MAGIC: Final = b"dsabegin"
 _COMMIT_MAGIC: Final = b"dsacommt"
 _ALIGN: Final = 64
 _NO_CHECKSUM: Final = bytes(4)
+
+_Memory = mmap.mmap | bytes | bytearray
 
 
 class Part(NamedTuple):
@@ -90,7 +105,7 @@ def round_up(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def view(memory: mmap.mmap, at: int, dtype: Any, count: int) -> NDArray[Any]:  # noqa: ANN401 - numpy's dtype-like
+def view(memory: _Memory, at: int, dtype: Any, count: int) -> NDArray[Any]:  # noqa: ANN401 - numpy's dtype-like
     """Return an array over mapped memory."""
     return np.frombuffer(memory, dtype, count, at)
 
@@ -123,7 +138,18 @@ def encode_entry(memory: mmap.mmap, base: int, sequence: int, note: bytes, parts
     memory[end : end + _COMMIT.size] = _commit_record(sequence, note, parts)
 
 
-def decode_entry(memory: mmap.mmap, base: int, sequence: int) -> Entry | None:
+def entry_length(head: bytes, sequence: int) -> int:
+    """Return the bytes of the entry of a number by its first bytes, 0 where none begins.
+
+    They are the length only if `decode_entry` finds the entry whole.
+    """
+    if len(head) < _BEGIN.size:
+        return 0
+    magic, number, length, *_ = _BEGIN.unpack_from(head)
+    return int(length) if magic == _BEGIN_MAGIC and number == sequence else 0
+
+
+def decode_entry(memory: _Memory, base: int, sequence: int) -> Entry | None:
     """Return the entry of a number at a place, or None when no committed one is there.
 
     Any bytes are safe to read.
@@ -158,7 +184,27 @@ def write_slot(memory: mmap.mmap, at: int, slot: Slot) -> None:
     memory[at : at + _SLOT.size] = data[:-4] + struct.pack("<I", zlib.crc32(data))
 
 
-def read_slot(memory: mmap.mmap, at: int) -> Slot | None:
+def read_header(memory: _Memory, identity: str) -> Slot:
+    """Return the slot of a header page that holds.
+
+    Args:
+        memory: The journal, or its first `BODY` bytes.
+        identity: The state that it has to belong to.
+
+    Raises:
+        ValueError: it is not a header of that state; the message goes on after "the journal".
+    """
+    if memory[: len(MAGIC)] != MAGIC:
+        raise ValueError("was not written by dsa")
+    if memory[IDENTITY_AT : IDENTITY_AT + len(identity)] != identity.encode():
+        raise ValueError("belongs to another state")
+    slots = [slot for slot in (read_slot(memory, at) for at in SLOTS_AT) if slot is not None]
+    if not slots:
+        raise ValueError("has a damaged header")
+    return max(slots)
+
+
+def read_slot(memory: _Memory, at: int) -> Slot | None:
     """Return a header slot, or None when it is not whole."""
     data = memory[at : at + _SLOT.size]
     *fields, checksum = _SLOT.unpack(data)
@@ -175,7 +221,7 @@ def _commit_record(sequence: int, note: bytes, parts: Sequence[Part]) -> bytes:
     return data[:-4] + struct.pack("<I", zlib.crc32(data))
 
 
-def _raw(memory: mmap.mmap, at: int, rows: int, size: int) -> NDArray[np.uint8]:
+def _raw(memory: _Memory, at: int, rows: int, size: int) -> NDArray[np.uint8]:
     return view(memory, at, np.uint8, rows * size).reshape(rows, size)
 
 

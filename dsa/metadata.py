@@ -40,7 +40,7 @@ FORMAT_VERSION: Final = 3
 METADATA_NAME: Final = "dsa.json"
 DURABILITIES: Final = ("process", "power", "none")
 _TABLE_SUFFIX: Final = ".dsa"
-_TABLE_NAME: Final = re.compile(r"[a-z0-9_-]{0,40}-[0-9a-f]{16}\.dsa")
+_TABLE_NAME: Final = re.compile(r"[a-z0-9_-]{0,40}-[0-9a-f]{16}(\.[0-9]+)?\.dsa")
 _STATUSES: Final = ("creating", "open", "closed")
 
 
@@ -58,6 +58,7 @@ class Metadata:
         durability: The policy under which the directory was last opened.
         boot: The run of the operating system in which it was last opened.
         note: What a ``"creating"`` status is about, in words.
+        exports: Checkpoints of this history: their content roots, and the step each was made at.
     """
 
     status: str
@@ -68,22 +69,27 @@ class Metadata:
     durability: str = "process"
     boot: str = ""
     note: str = ""
+    exports: dict[str, int] = field(default_factory=dict)
 
 
-def table_file_name(name: str) -> str:
+def table_file_name(name: str, generation: int = 0) -> str:
     """Return a file name for a table of any name: distinct on every file system and inside the directory.
 
     The readable part is a hint for people; the hash of the true name makes it unique, so that ``a.b``,
     ``a_b`` and ``A.B`` never meet.
 
+    Args:
+        name: The table's.
+        generation: How often its file was replaced as a whole: the new one lies beside the old one until the
+            description names it.
+
     Example:
-        >>> table_file_name("enc.emb")
-        'enc_emb-2c202679713f42b7.dsa'
+        >>> table_file_name("enc.emb"), table_file_name("enc.emb", 2)
+        ('enc_emb-2c202679713f42b7.dsa', 'enc_emb-2c202679713f42b7.2.dsa')
     """
     readable = re.sub(r"[^a-z0-9_-]", "_", name.lower().encode("ascii", "replace").decode())[:40]
-    return (
-        f"{readable}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}{_TABLE_SUFFIX}"
-    )
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"{readable}-{digest}{f'.{generation}' if generation else ''}{_TABLE_SUFFIX}"
 
 
 def owned_files(directory: Path) -> list[Path]:
@@ -139,6 +145,8 @@ def _validated(path: Path, content: dict[str, Any]) -> Metadata:
             and all(_is_table(table) for table in metadata.tables)
             and (metadata.change is None or isinstance(metadata.change, dict))
             and metadata.durability in DURABILITIES
+            and isinstance(metadata.exports, dict)
+            and all(isinstance(step, int) for step in metadata.exports.values())
         )
     except TypeError:
         good = False
@@ -158,6 +166,7 @@ def _is_table(table: Any) -> bool:  # noqa: ANN401 - JSON is untyped until it ha
         "init_max_norm_fraction": float | int,
     }
     known = all(isinstance(table.get(key), kind) for key, kind in kinds.items())
+    known &= isinstance(table.get("generation", 0), int)
     backend = table.get("backend")
     if not known or not isinstance(backend, dict):
         return False

@@ -27,6 +27,7 @@ from dsa.notices import notify
 from dsa.recovery import continue_state
 from dsa.state import StateDirectory
 from dsa.storage import Storage, TableSpec
+from dsa.table_files import remove_table_file
 
 __all__ = ["open_state"]
 
@@ -170,8 +171,9 @@ def _replace(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage
     require_space(path, specs, storage, freed=sum(_occupied(file) for file in files))
     notify(f"resume=False replaces the state in {str(path)!r}: what it held is lost", StateWarning)
     write_metadata(path, Metadata("creating", "", note="replacing an older state, which is lost"))
-    for file in (*files, path / JOURNAL_NAME):
-        file.unlink(missing_ok=True)
+    for file in files:
+        remove_table_file(file)
+    (path / JOURNAL_NAME).unlink(missing_ok=True)
     return create_state(path, lock, specs, storage)
 
 

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from dsa import system
-from dsa.backends.memmap import MemmapBackend, choose_stride
+from dsa.backends.memmap import choose_stride
 from dsa.creation import JOURNAL_NAME, start
 from dsa.errors import StateCorruptError, StateMismatchError, StateWarning
 from dsa.init import from_json
 from dsa.journal import Journal
 from dsa.manifolds import curvature_from_json
-from dsa.metadata import METADATA_NAME, Metadata, table_file_name, write_metadata
+from dsa.metadata import METADATA_NAME, Metadata, write_metadata
 from dsa.notices import notify
 from dsa.progress import Progress
 from dsa.schema import Schema
 from dsa.state import StateDirectory, apply_entry
 from dsa.storage import Storage, TableSpec
 from dsa.table import Table
+from dsa.table_files import open_backend, sweep
 
 __all__ = ["continue_state", "match_table", "warn_of_curvature"]
 
@@ -70,6 +71,7 @@ def continue_state(
             for table in tables:
                 if table.name == spec.name:
                     warn_of_curvature(table, spec, stored.change)
+        sweep(path, [(table.name, table.generation) for table in tables])
         state = start(path, lock, stored, tables, storage)
         opened.pop_all()
     return state
@@ -78,6 +80,7 @@ def continue_state(
 def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: int | None) -> None:
     """Bring tables and metadata of a directory that was not closed to its last committed step, durably."""
     if stored.durability == "none":
+        stored.exports = {}
         notify(
             f"the state in {str(path)!r} was not closed and has no journal (durability='none'): the rows of "
             "its last steps may be partly new, and the count of steps is that of the last flush, "
@@ -86,6 +89,7 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: i
         )
         return
     if stored.durability == "process" and stored.boot != system.boot_identity():
+        stored.exports = {}
         notify(
             f"the machine was restarted while the state in {str(path)!r} was open: with durability='process' "
             "that may have lost or torn steps; durability='power' survives it",
@@ -98,6 +102,8 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: i
         journal.close(remove=False)
     if stored.durability == "power":
         _flush(tables)
+    # What was exported at a later step is not of this history any more.
+    stored.exports = {root: at for root, at in stored.exports.items() if at <= stored.global_step}
     # From here on the tables and the description say it all, and a new journal may take the old one's place.
     stored.status = "closed"
     write_metadata(path, stored)
@@ -141,12 +147,13 @@ def _open_table(path: Path, name: str, stored: dict[str, Any]) -> Table:
         )
         return Table(
             name,
-            MemmapBackend.open(path / table_file_name(name), stored["backend"]),
+            open_backend(path, name, stored),
             None if stored["init"] is None else from_json(stored["init"]),
             str(second_moment),
             float(fraction),
             curvature_from_json(stored["k"]),
             int(steps),
+            generation=stored.get("generation", 0),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, StateCorruptError):

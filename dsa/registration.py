@@ -12,6 +12,7 @@ import torch
 from dsa.arguments import require_second_moment
 from dsa.disk_parameter import DiskParameter
 from dsa.init import Zeros
+from dsa.resident import ParameterWeights
 from dsa.schema import adam_schema
 from dsa.sharing import check_choice, check_resume, join_tables
 from dsa.state import StateDirectory
@@ -71,6 +72,8 @@ class Registry:
             where = self._place(state, specs)
             state, tables = join_tables(where, list(specs.values()), user, self.resume, self.choice)
             made = dict(zip(specs, tables, strict=True))
+            for parameter, table in made.items():
+                table.held = ParameterWeights(parameter, table.name)
         found = {**known, **made}
         return state, {
             each: each.table if isinstance(each, DiskParameter) else found[each] for each, _ in places

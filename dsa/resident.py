@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import final
+
 import numpy as np
 import torch
 
+from dsa.errors import StateError
 from dsa.kernels.layout import Floats, Words
 from dsa.kernels.rows import gather_words, scatter_words
 from dsa.kernels.threads import run_slices
 from dsa.schema import Rows
 
-__all__ = ["put_rows", "take_rows"]
+__all__ = ["ParameterWeights", "put_rows", "take_rows"]
+
+
+@final
+class ParameterWeights:
+    """The weights of a table as `dsa.table.HeldWeights`; they live as long as their parameter does.
+
+    Args:
+        parameter: ``(N, D)``, of any device and floating dtype.
+        name: The table's.
+    """
+
+    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+        # Weak: an optimizer notices when nobody else holds a parameter any more.
+        self._parameter = weakref.ref(parameter)
+        self._name = name
+
+    def take(self, rows: Rows) -> Floats:
+        """Return copies of some rows, ``(B, D)`` float32."""
+        return take_rows(self._alive(), rows)
+
+    def put(self, rows: Rows, weights: Floats) -> None:
+        """Replace some rows."""
+        put_rows(self._alive(), rows, weights)
+
+    def _alive(self) -> torch.Tensor:
+        parameter = self._parameter()
+        if parameter is None:
+            raise StateError(
+                f"the parameter that holds the weights of table {self._name!r} is gone: export or import "
+                "through the optimizer while its module lives"
+            )
+        return parameter
 
 
 def take_rows(parameter: torch.Tensor, rows: Rows) -> Floats:

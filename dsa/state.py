@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
 
@@ -24,9 +24,18 @@ from dsa.journal_format import Entry, Part
 from dsa.metadata import Metadata, write_metadata
 from dsa.progress import Progress, progress_of
 from dsa.schema import Records, Rows
+from dsa.storage import Storage
 from dsa.table import Table, describe_table
 
-__all__ = ["StateDirectory", "apply_entry"]
+__all__ = ["Observer", "StateDirectory", "apply_entry"]
+
+
+class Observer(Protocol):
+    """Is told of every change of a table's rows before it happens."""
+
+    def before_write(self, table: Table, rows: Rows) -> None:
+        """Look at rows of a table for the last time before they change."""
+        ...
 
 
 class _Transaction(NamedTuple):
@@ -44,12 +53,20 @@ class StateDirectory:
         metadata: The content of the description file; kept up to date here.
         tables: The open tables, in the description's order.
         journal: The journal, or None for the durability ``"none"``.
+        storage: How it is stored.
     """
 
     def __init__(
-        self, path: Path, lock: int, metadata: Metadata, tables: Sequence[Table], journal: Journal | None
+        self,
+        path: Path,
+        lock: int,
+        metadata: Metadata,
+        tables: Sequence[Table],
+        journal: Journal | None,
+        storage: Storage,
     ) -> None:
         self.path = path
+        self.storage = storage
         self.tables = {table.name: table for table in tables}
         self.global_step = metadata.global_step
         self.change: dict[str, Any] | None = metadata.change
@@ -57,6 +74,7 @@ class StateDirectory:
         # By whom each table is used; a table is free again when its user is gone.
         self.users: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         self.steps_taken = 0
+        self.observers: list[Observer] = []
         self._metadata = metadata
         self._lock: int | None = lock
         self._process = os.getpid()
@@ -85,6 +103,11 @@ class StateDirectory:
     def identity(self) -> str:
         """The random name of this state."""
         return self._metadata.identity
+
+    @property
+    def exports(self) -> dict[str, int]:
+        """Checkpoints of this history: their content roots, and the step each was made at."""
+        return dict(self._metadata.exports)
 
     @property
     def journal_bytes(self) -> int:
@@ -141,6 +164,8 @@ class StateDirectory:
         if self._journal is not None:
             self._journal.commit()
         for table, rows, records in pending.parts:
+            for observer in tuple(self.observers):
+                observer.before_write(table, rows)
             table.backend.write(rows, records)
         for table, rows, _ in pending.parts:
             table.rows_written += len(rows)
@@ -203,6 +228,48 @@ class StateDirectory:
                 f"the state directory {str(self.path)!r} was closed: build the optimizer again with "
                 "resume=True to go on"
             )
+
+    def note_export(self, root: str, step: int) -> None:
+        """Remember a checkpoint, so that later ones may hold only what has changed since."""
+        self._metadata.exports = {**self._metadata.exports, root: step}
+        self._save("open")
+
+    def release_files(self) -> None:
+        """Let the tables' files and the journal go; `replace` is to follow."""
+        if self._journal is not None:
+            self._journal.close(remove=False)
+            self._journal = None
+        for table in self._order:
+            table.backend.close()
+
+    def replace(self, metadata: Metadata, tables: Sequence[Table], journal: Journal | None) -> None:
+        """Go on with other content, which the description on disk names already.
+
+        Tables that have the name of an open one take its place in it, so that whoever holds it sees the new
+        content.
+
+        Args:
+            metadata: The new description.
+            tables: The new tables, in the state's order.
+            journal: Their journal, which is empty.
+        """
+        self._metadata, self._journal = metadata, journal
+        self.global_step, self.change = metadata.global_step, metadata.change
+        for table in tables:
+            known = self.tables.setdefault(table.name, table)
+            if known is not table:
+                known.take_over(table)
+        self._order = [self.tables[table.name] for table in tables]
+        self._save("open")
+
+    def abandon(self) -> None:
+        """Let everything go as a kill would: what is in memory may differ from what is on disk."""
+        if self._lock is None:
+            return
+        lock, self._lock = self._lock, None
+        if self._journal is not None:
+            self._journal.close(remove=False)
+        os.close(lock)
 
     def disown(self) -> None:
         """Leave the lock to whoever opened the directory, because opening failed."""

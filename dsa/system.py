@@ -37,6 +37,7 @@ __all__ = [
     "drop_cache",
     "lock_file",
     "probe_size",
+    "read_at",
     "reserve",
     "sync_directory",
     "sync_file",
@@ -94,6 +95,14 @@ def probe_size(directory: Path, size: int) -> None:
     """
     with tempfile.TemporaryFile(dir=directory) as file:
         file.truncate(size)
+
+
+def read_at(descriptor: int, size: int, offset: int) -> bytes:
+    """Return bytes of a file from an offset on; fewer where it ends."""
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, size, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    return os.read(descriptor, size)
 
 
 def reserve(descriptor: int, size: int, directory: str) -> None:

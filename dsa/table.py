@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from dsa.schema import Records, Rows
 from dsa.writer import WriteBehind
 
 __all__ = [
+    "HeldWeights",
     "Table",
     "blank_records",
     "clip_norms",
@@ -30,6 +31,18 @@ __all__ = [
 ]
 
 Weights = NDArray[np.float32]
+
+
+class HeldWeights(Protocol):
+    """Weights of a table that are in memory: a module's parameter."""
+
+    def take(self, rows: Rows) -> Weights:
+        """Return copies of some rows, ``(B, D)`` float32."""
+        ...
+
+    def put(self, rows: Rows, weights: Weights) -> None:
+        """Replace some rows."""
+        ...
 
 
 @final
@@ -49,6 +62,8 @@ class Table:
         writer: The write queue when `backend` is one, else None.
         rows_read: Rows read since the table was opened.
         rows_written: Rows handed to the backend since then.
+        generation: How often the file was replaced as a whole, see `dsa.metadata.table_file_name`.
+        held: The weights, where they are in memory and not in the records.
     """
 
     name: str
@@ -61,6 +76,8 @@ class Table:
     writer: WriteBehind | None = None
     rows_read: int = 0
     rows_written: int = 0
+    generation: int = 0
+    held: HeldWeights | None = None
 
     def __len__(self) -> int:
         return len(self.backend)
@@ -69,6 +86,12 @@ class Table:
     def dim(self) -> int:
         """Elements of a row."""
         return self.backend.schema.dim
+
+    def take_over(self, other: Table) -> None:
+        """Become another table, but for the name, the weights in memory, and the counts of use."""
+        for name in ("backend", "initializer", "second_moment", "init_max_norm_fraction", "k", "steps"):
+            setattr(self, name, getattr(other, name))
+        self.writer, self.generation = other.writer, other.generation
 
     @property
     def space(self) -> Manifold:
@@ -165,5 +188,6 @@ def describe_table(table: Table) -> dict[str, Any]:
         "second_moment": table.second_moment,
         "init_max_norm_fraction": table.init_max_norm_fraction,
         "init": None if table.initializer is None else table.initializer.to_json(),
+        "generation": table.generation,
         "backend": table.backend.describe(),
     }

@@ -2,9 +2,9 @@
 
 Run by hand: ``python tests/benchmarks/drop_in.py [--rows N] [--dim D] [--batch B] [--seconds S]``. Each of
 our loops races torch's: turns of some steps over the same batches; medians. A whole step is forward, backward
-and update of an embedding bag with one id per bag; the optimizer's step alone starts from the gradient that is
-there. Torch runs with its own number of threads and with one; the faster counts. One table on disk at a time,
-as in training: of several, each would mostly meet pages that the system has written back meanwhile.
+and update of an embedding bag with one id per bag; the optimizer's step alone starts from the gradient that
+is there. Torch runs with its own number of threads and with one; the faster counts. One table on disk at a
+time, as in training: of several, each would mostly meet pages that the system has written back meanwhile.
 """
 
 import argparse
