@@ -159,6 +159,7 @@ def make_journal(file: Path, identity: str, storage: Storage) -> Journal | None:
 
 
 def queue_writes(table: Table, storage: Storage) -> None:
+    """Put a write queue in front of a table's backend, if the storage asks for one."""
     if storage.queue is not None:
         options = storage.queue
         table.writer = WriteBehind(

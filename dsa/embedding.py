@@ -18,10 +18,12 @@ from dsa.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_ini
 from dsa.lookup import look_up
 from dsa.maintenance import replace_weights, write_weights
 from dsa.manifolds import manifold_of
+from dsa.portable import Portable
 from dsa.pretrained import pretrained_options, pretrained_source
 from dsa.reference import check_reference, reference_to
 from dsa.schema import adam_schema
 from dsa.sharing import join_tables
+from dsa.state import StateDirectory
 from dsa.storage import Durability, Queue, StorageChoice, TableSpec
 
 __all__ = ["DiskEmbedding", "DiskEmbeddingBag"]
@@ -35,7 +37,7 @@ _STATES: dict[str, tuple[Literal["element", "row"], str]] = {
 }
 
 
-class _DiskModule(torch.nn.Module):
+class _DiskModule(Portable, torch.nn.Module):
     """What the two modules share: the table, its parameter, moving, saving, closing. Abstract."""
 
     weight: DiskParameter
@@ -81,6 +83,9 @@ class _DiskModule(torch.nn.Module):
     def k(self) -> float:
         """Curvature magnitude of the table; 0 is flat."""
         return self.weight.table.k
+
+    def _portable_state(self) -> StateDirectory:
+        return self.weight.state
 
     def flush(self) -> None:
         """Return once the state directory is durable on disk."""

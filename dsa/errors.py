@@ -11,6 +11,13 @@ The tree; each class also inherits the builtin that callers already catch::
     │   ├── StateIncompleteError      (RuntimeError)       an interrupted creation or whole-table change
     │   ├── StateLockedError          (BlockingIOError)    another process holds the directory
     │   └── StateClosedError          (RuntimeError)       used after close, or in a forked child
+    ├── CheckpointError               a checkpoint as a whole
+    │   ├── CheckpointExistsError     (FileExistsError)    something is where it is to be written
+    │   ├── CheckpointNotFoundError   (FileNotFoundError)  there is none
+    │   ├── CheckpointIncompleteError (RuntimeError)       an interrupted export or copy, or no checkpoint
+    │   ├── CheckpointCorruptError    (ValueError)         content or description changed, or files missing
+    │   ├── CheckpointMismatchError   (ValueError)         another format, or a version not known here
+    │   └── CheckpointWriteError      (OSError)            the disk or the store refused while it was written
     ├── CorruptRowError               (ValueError)         a stored row holds implausible values
     ├── DiskSpaceError                (OSError, ENOSPC)    not enough room; raised before a byte is written
     ├── RowIndexError                 (IndexError)         a row outside [0, N)
@@ -30,6 +37,13 @@ from __future__ import annotations
 import errno
 
 __all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointIncompleteError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointWriteError",
     "CorruptRowError",
     "DSAError",
     "DSAWarning",
@@ -87,6 +101,34 @@ class StateClosedError(StateError, RuntimeError):
     """The object was closed, or belongs to another process (a fork)."""
 
 
+class CheckpointError(DSAError):
+    """A checkpoint can't be written or read as it is."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """Where a checkpoint is to be written there is something that must not be lost."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint."""
+
+
+class CheckpointIncompleteError(CheckpointError, RuntimeError):
+    """Writing or copying the checkpoint was interrupted, or it is none."""
+
+
+class CheckpointCorruptError(CheckpointError, ValueError):
+    """What the checkpoint holds is not what was written, or a part of it is missing."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The checkpoint is of another format or of a version that this release doesn't know."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """The place where a checkpoint was being written refused: it is full, a limit was met, a device failed."""
+
+
 class CorruptRowError(DSAError, ValueError):
     """A stored row holds values that no training produces: non-finite, v < 0, a negative counter."""
 
@@ -98,14 +140,20 @@ class DiskSpaceError(DSAError, OSError):
         needed: Bytes that the operation would occupy.
         available: Bytes that are free for this user.
         where: The directory concerned.
+        remedy: What to do beside freeing space and choosing another directory.
     """
 
-    def __init__(self, needed: int, available: int, where: str) -> None:
+    def __init__(
+        self,
+        needed: int,
+        available: int,
+        where: str,
+        remedy: str = "store fewer fields, or pass allocate='sparse' if few rows will ever be touched",
+    ) -> None:
         super().__init__(
             errno.ENOSPC,
             f"{needed:,} bytes are needed in {where!r} but only {available:,} are available: free space, "
-            "choose another directory, store fewer fields, or pass allocate='sparse' if few rows will ever "
-            "be touched",
+            f"choose another directory, {remedy}",
         )
         self.needed = needed
         self.available = available

@@ -18,18 +18,19 @@ from dsa.errors import (
     StateExistsError,
     StateIncompleteError,
     StateLockedError,
-    StateMismatchError,
     StateNotFoundError,
     StateWarning,
 )
+from dsa.legacy import Curvatures, Shapes, find_legacy, read_legacy
 from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata, write_metadata
+from dsa.migration import migrate_in_place, set_aside
 from dsa.notices import notify
-from dsa.recovery import continue_state
+from dsa.recovery import continue_state, match_content
 from dsa.state import StateDirectory
 from dsa.storage import Storage, TableSpec
 from dsa.table_files import remove_table_file
 
-__all__ = ["open_state"]
+__all__ = ["migrate_directory", "open_state"]
 
 _LOCK_NAME: Final = "dsa.lock"
 
@@ -70,11 +71,14 @@ def open_state(
     path = Path(directory).absolute()
     if resume and not path.is_dir():
         raise _nothing_to_resume(path)
+    _refuse_checkpoint(path)
     path.mkdir(parents=True, exist_ok=True)
     lock = _take_lock(path)
     try:
         if resume is False:
             return _replace(path, lock, specs, storage)
+        if resume:
+            _migrate(path, lock, specs, storage)
         stored = read_metadata(path)
         _refuse_leftovers(path, stored)
         if stored is None:
@@ -90,6 +94,14 @@ def open_state(
     except BaseException:
         os.close(lock)
         raise
+
+
+def _refuse_checkpoint(path: Path) -> None:
+    if (path / "zarr.json").exists() and not (path / METADATA_NAME).exists():
+        raise StateExistsError(
+            f"{str(path)!r} is a Zarr group, such as a checkpoint, not a state directory: open another "
+            "directory and call import_checkpoint, which only reads the checkpoint"
+        )
 
 
 def _nothing_to_resume(path: Path) -> StateNotFoundError:
@@ -119,7 +131,12 @@ def _take_lock(path: Path) -> int:
 
 
 def _refuse_leftovers(path: Path, stored: Metadata | None) -> None:
-    _refuse_legacy(path)
+    release = find_legacy(path)
+    if release is not None:
+        raise StateExistsError(
+            f"{str(path)!r} holds state of release {release}: pass resume=True to migrate and go on, or "
+            "choose another directory"
+        )
     files = owned_files(path)
     if stored is None and files:
         raise StateCorruptError(
@@ -128,13 +145,59 @@ def _refuse_leftovers(path: Path, stored: Metadata | None) -> None:
         )
 
 
-def _refuse_legacy(path: Path) -> None:
-    legacy = [*path.glob("dsa_global_meta.json"), *path.glob("*_w.dat")]
-    if legacy:
-        raise StateMismatchError(
-            f"{str(path)!r} holds state of an older release ({legacy[0].name!r}), which this one does not "
-            "read: choose another directory, or move the old files away"
+def migrate_directory(
+    directory: str | os.PathLike[str],
+    storage: Storage,
+    shapes: Shapes | None,
+    k: Curvatures | None,
+) -> None:
+    """Bring the state of an older release into the form of this one, in place.
+
+    Args:
+        directory: The state directory.
+        storage: How to store the tables.
+        shapes: See `dsa.legacy.read_legacy`.
+        k: The same.
+
+    Raises:
+        StateNotFoundError: there is no state of an older release.
+        StateLockedError: another process holds the directory.
+        StateError: the old state can't be used; nothing has changed.
+        DiskSpaceError: there is no room for both; nothing has changed.
+    """
+    path = Path(directory).absolute()
+    if find_legacy(path) is None:
+        raise StateNotFoundError(
+            f"there is no state of an older release in {str(path)!r}: pass its directory"
         )
+    lock = _take_lock(path)
+    try:
+        if not _set_aside_if_migrated(path):
+            migrate_in_place(path, lock, storage, read_legacy(path, shapes, k=k))
+    finally:
+        os.close(lock)
+
+
+def _migrate(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage) -> None:
+    """Bring state of an older release, if there is some, into the form of this one."""
+    if find_legacy(path) is None or _set_aside_if_migrated(path):
+        return
+    shapes = {spec.name: (spec.source.rows, spec.schema.dim) for spec in specs}
+    content = read_legacy(path, shapes or None, k={spec.name: spec.k for spec in specs})
+    for table in content.tables:
+        for spec in specs:
+            if spec.name == table.name:
+                match_content(table, spec)
+    migrate_in_place(path, lock, storage, content)
+
+
+def _set_aside_if_migrated(path: Path) -> bool:
+    """Move older files away that a migration, killed after its end, has left; tell whether it had ended."""
+    stored = read_metadata(path)
+    if stored is None or not stored.tables:
+        return False
+    set_aside(path)
+    return True
 
 
 def _refuse_unfinished(path: Path, stored: Metadata) -> None:
@@ -163,7 +226,8 @@ def _shape(table: dict[str, Any]) -> str:
 
 
 def _replace(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage) -> StateDirectory:
-    _refuse_legacy(path)
+    if find_legacy(path) is not None:
+        set_aside(path)
     files = owned_files(path)
     if not files and not (path / METADATA_NAME).exists():
         return create_state(path, lock, specs, storage)

@@ -37,6 +37,7 @@ from dsa.conventions import (
 from dsa.curvature import CurvatureMap
 from dsa.kernels.threads import thread_limit
 from dsa.opening import open_state
+from dsa.portable import Portable
 from dsa.prefetch import Prefetcher
 from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
@@ -55,7 +56,7 @@ _PICKLING: Final = (
 
 
 @final
-class DiskSparseRiemannianAdam(torch.optim.Optimizer):
+class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
     """Adam over tables on disk, flat or on the Poincaré ball, driven by explicit rows and gradients.
 
     Each row's weight, moments and counter are one record of a file; a step reads and writes the records of
@@ -366,17 +367,17 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         return f"{type(self).__name__}({tables}; {str(self._state.path)!r}, step {self.global_step})"
 
     def state_dict(self) -> NoReturn:
-        """Refuse: the state is on disk and is not a dictionary."""
+        """Refuse: the state is on disk and does not fit a dictionary."""
         raise NotImplementedError(
-            f"the state lives in {str(self._state.path)!r} and is too large for a dictionary: call close() "
-            "and build the optimizer again with resume=True"
+            "the state lives on disk and is not a dictionary: call export_checkpoint(url) for a copy that "
+            "can be moved, or keep the state directory and open it again with resume=True"
         )
 
     def load_state_dict(self, state_dict: object) -> NoReturn:
         """Refuse: the state is on disk and is not a dictionary."""
         raise NotImplementedError(
-            "the state lives on disk and can't be loaded from a dictionary: build the optimizer on the "
-            "state directory with resume=True"
+            "the state lives on disk and can't be loaded from a dictionary: call import_checkpoint(url), or "
+            "build the optimizer on the state directory with resume=True"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -393,6 +394,9 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(_PICKLING)
+
+    def _portable_state(self) -> StateDirectory:
+        return self._state
 
     @contextlib.contextmanager
     def _ready(self) -> Iterator[StateDirectory]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsa import system
 from dsa.backends.memmap import choose_stride
+from dsa.content import TableContent
 from dsa.creation import JOURNAL_NAME, start
 from dsa.errors import StateCorruptError, StateMismatchError, StateWarning
 from dsa.init import from_json
@@ -23,7 +24,7 @@ from dsa.storage import Storage, TableSpec
 from dsa.table import Table
 from dsa.table_files import open_backend, sweep
 
-__all__ = ["continue_state", "match_table", "warn_of_curvature"]
+__all__ = ["continue_state", "match_content", "match_table", "warn_of_curvature"]
 
 
 def continue_state(
@@ -180,6 +181,11 @@ def warn_of_curvature(table: Table, spec: TableSpec, change: dict[str, Any] | No
 def match_table(table: Table, spec: TableSpec) -> None:
     """Raise `StateMismatchError` when an open table is not the one asked for."""
     _match(len(table), table.backend.schema, table.second_moment, spec)
+
+
+def match_content(content: TableContent, spec: TableSpec) -> None:
+    """Raise `StateMismatchError` when a table of older state is not the one asked for."""
+    _match(content.rows, content.schema, content.second_moment, spec)
 
 
 def _match_table(path: Path, spec: TableSpec, stored: dict[str, Any], storage: Storage) -> None:

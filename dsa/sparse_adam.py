@@ -30,6 +30,7 @@ from dsa.holders import abandoned
 from dsa.kernels.layout import Floats
 from dsa.kernels.threads import thread_limit
 from dsa.notices import notify
+from dsa.portable import Portable
 from dsa.prefetch import Prefetcher
 from dsa.reference import check_reference, merged_groups, reference_to
 from dsa.registration import Registry, require_ball
@@ -66,7 +67,7 @@ class _Part(NamedTuple):
 
 
 @final
-class DiskSparseAdam(torch.optim.Optimizer):
+class DiskSparseAdam(Portable, torch.optim.Optimizer):
     """Adam for sparse gradients with moments and counters on disk.
 
     A drop-in for `torch.optim.SparseAdam`: the same loop, with a directory. The weights of ordinary
@@ -392,6 +393,9 @@ class DiskSparseAdam(torch.optim.Optimizer):
             state.settle()
             maintenance.finish_change(state)
             yield state
+
+    def _portable_state(self) -> StateDirectory:
+        return self._require_state()
 
     def _require_state(self) -> StateDirectory:
         assert self._state is not None, "every parameter has a table"

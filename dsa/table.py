@@ -25,6 +25,7 @@ __all__ = [
     "clip_norms",
     "corrupt_row",
     "describe_table",
+    "fill_untouched",
     "read_records",
     "read_weights",
     "stamp_of",

@@ -531,13 +531,6 @@ def test_two_tables_of_one_shape_swapped(tmp_path):
     refuse(tmp_path, StateCorruptError, "header .* another table's", tables=tables)
 
 
-@pytest.mark.parametrize("legacy", ["dsa_global_meta.json", "entity_w.dat"])
-@pytest.mark.parametrize("resume", [None, True, False])
-def test_directories_of_older_releases(tmp_path, legacy, resume):
-    (tmp_path / legacy).write_bytes(b"old")
-    refuse(tmp_path, StateMismatchError, f"older release .*{legacy}", resume=resume)
-
-
 def leaves(value, path=()):
     """Every place in a JSON document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -8,6 +8,7 @@ the other in order, so that the data of a shard is a plain array and its index i
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -20,7 +21,16 @@ from dsa.errors import StateCorruptError
 from dsa.shards.documents import ZSTD_LEVEL
 from dsa.shards.layout import ArrayLayout
 
-__all__ = ["assemble", "decode_chunk", "encode_compressed", "index_bytes", "raw_index", "read_index"]
+__all__ = [
+    "assemble",
+    "decode_chunk",
+    "encode_chunk",
+    "encode_compressed",
+    "index_bytes",
+    "place_index",
+    "raw_index",
+    "read_index",
+]
 
 _ABSENT: Final = 2**64 - 1
 _CHECKSUM_BYTES: Final = 4
@@ -51,40 +61,59 @@ def encode_compressed(layout: ArrayLayout, rows: NDArray[Any]) -> list[bytes]:
     chunks = []
     for start in range(0, layout.shard_rows, layout.chunk_rows):
         chunk = rows[start : start + layout.chunk_rows]
-        chunks.append(_encode_chunk(layout, chunk) if len(chunk) else b"")
+        chunks.append(encode_chunk(layout, chunk) if len(chunk) else b"")
     return assemble(chunks)
 
 
 def assemble(chunks: list[bytes]) -> list[bytes]:
     """Return a shard of encoded chunks, of which empty ones are absent, as the parts of a file."""
-    places = np.full((len(chunks), 2), _ABSENT, "<u8")
+    return [*(chunk for chunk in chunks if chunk), place_index([len(chunk) for chunk in chunks])]
+
+
+def place_index(lengths: Sequence[int]) -> bytes:
+    """Return the index of chunks of these lengths, one after the other; those of length 0 are absent."""
+    places = np.full((len(lengths), 2), _ABSENT, "<u8")
     end = 0
-    for number, chunk in enumerate(chunks):
-        if chunk:
-            places[number] = end, len(chunk)
-            end += len(chunk)
-    return [*(chunk for chunk in chunks if chunk), _sealed(places)]
+    for number, length in enumerate(lengths):
+        if length:
+            places[number] = end, length
+            end += length
+    return _sealed(places)
 
 
-def _encode_chunk(layout: ArrayLayout, rows: NDArray[Any]) -> bytes:
+def encode_chunk(layout: ArrayLayout, rows: NDArray[Any]) -> bytes:
+    """Return a compressed inner chunk: empty when every byte of it is zero.
+
+    Args:
+        layout: The array's.
+        rows: Its rows in the array's dtype, C-contiguous; fewer than a chunk's at the array's end.
+    """
     whole = rows
     if len(rows) < layout.chunk_rows:
         whole = np.zeros((layout.chunk_rows, *rows.shape[1:]), rows.dtype)
         whole[: len(rows)] = rows
-    if not whole.view(np.uint8).any():
+    if not whole.reshape(-1).view(np.uint8).any():
         return b""
     return bytes(_ZSTD.encode(whole))
 
 
-def decode_chunk(layout: ArrayLayout, encoded: bytes | memoryview) -> NDArray[Any]:
+def decode_chunk(
+    layout: ArrayLayout, encoded: bytes | memoryview, out: NDArray[Any] | None = None
+) -> NDArray[Any]:
     """Return the rows of a compressed inner chunk, ``(chunk_rows, ...)``; one that is absent is zero.
+
+    Args:
+        layout: The array's.
+        encoded: The chunk's bytes.
+        out: An array of a chunk's bytes, C-contiguous, to be filled and returned; a new one when None.
 
     Raises:
         StateCorruptError: the bytes are damaged.
     """
-    shape = (layout.chunk_rows, *layout.spec.shape[1:])
-    rows = np.zeros(shape, layout.spec.dtype)
-    if len(encoded):
+    rows = np.zeros((layout.chunk_rows, *layout.spec.shape[1:]), layout.spec.dtype) if out is None else out
+    if not len(encoded):
+        rows[...] = 0
+    else:
         try:
             _ZSTD.decode(encoded, out=rows)
         except (RuntimeError, ValueError) as error:

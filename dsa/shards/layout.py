@@ -1,9 +1,9 @@
 """How an array is cut: inner chunks, shards, and the blocks that checksums are over.
 
-*Inner chunks* are what a reader decodes at a time: at most 512 KiB. *Shards* are files: near 16 MiB, because
-readers were measured to slow down above that and only the number of files grows below it; larger once an
-array would have more than 1,024 of them. *Blocks* depend on shape and dtype alone, never on chunks or codecs,
-so that the checksums of equal arrays are equal however they are stored.
+*Inner chunks* are what a reader decodes at a time: at most 512 KiB, or 64 rows where that is more. *Shards*
+are files: near 16 MiB, because readers were measured to slow down above that and only the number of files
+grows below it; larger once an array would have more than 1,024 of them. *Blocks* depend on shape and dtype
+alone, never on chunks or codecs, so that the checksums of equal arrays are equal however they are stored.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ class ArrayLayout:
 
 
 def plan_layout(
-    spec: ArraySpec, *, shard_bytes: int = SHARD_BYTES, chunk_rows: int | None = None
+    spec: ArraySpec, *, shard_bytes: int | None = None, chunk_rows: int | None = None
 ) -> ArrayLayout:
     """Return the layout of an array, by the rules in the module's docstring.
 
     Args:
         spec: The array.
-        shard_bytes: About how large a shard is to be.
+        shard_bytes: About how large a shard is to be; `SHARD_BYTES` when None.
         chunk_rows: Rows of an inner chunk, for those who know better.
 
     Example:
@@ -107,13 +107,15 @@ def plan_layout(
         >>> tiny.chunk_rows, tiny.shard_rows
         (10, 10)
     """
-    chunk = chunk_rows or max(_FEWEST_CHUNK_ROWS, _power_of_two(_CHUNK_BYTES // spec.row_bytes))
-    chunk = min(chunk, spec.rows)
+    fewest = max(1, min(_FEWEST_CHUNK_ROWS, _power_of_two(SHARD_BYTES // spec.row_bytes)))
+    chunk = chunk_rows or max(fewest, _power_of_two(_CHUNK_BYTES // spec.row_bytes))
+    chunk = max(1, min(chunk, spec.rows))
     largest = max(chunk, _LARGEST_SHARD // spec.row_bytes)
-    shard = chunk * max(1, _power_of_two(shard_bytes // (chunk * spec.row_bytes)))
+    wanted = SHARD_BYTES if shard_bytes is None else shard_bytes
+    shard = chunk * max(1, _power_of_two(wanted // (chunk * spec.row_bytes)))
     while -(-spec.rows // shard) > _MOST_SHARDS and 2 * shard <= largest:
         shard *= 2
-    return ArrayLayout(spec, chunk, min(shard, -(-spec.rows // chunk) * chunk))
+    return ArrayLayout(spec, chunk, min(shard, max(1, -(-spec.rows // chunk)) * chunk))
 
 
 def block_rows(rows: int, row_bytes: int) -> int:

@@ -1,0 +1,97 @@
+"""Where a checkpoint is: a directory, or anything that fsspec can address."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+__all__ = ["Place", "StorageOptions", "find_place", "find_target"]
+
+StorageOptions = Mapping[str, Any]
+
+_ARCHIVES: Final = re.compile("(?:zip|tar|libarchive)::?")
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An address, taken apart.
+
+    Args:
+        url: As it was given, for messages and for return values; of a directory, its path.
+        directory: The path, when it is a directory of this machine; None otherwise.
+        files: fsspec's file system, when it is not.
+        root: The path in it, without a slash at its end.
+    """
+
+    url: str
+    directory: Path | None
+    files: Any = field(default=None, repr=False)
+    root: str = ""
+
+    def remote_path(self, key: str) -> str:
+        """Return the path of something below this place, as fsspec wants it."""
+        return f"{self.root}/{key}" if self.root else key
+
+    def key_of(self, path: str) -> str | None:
+        """Return the key of a path of fsspec's, or None when it isn't below this place."""
+        if not self.root:
+            return path.lstrip("/")
+        return path.removeprefix(f"{self.root}/") if path.startswith(f"{self.root}/") else None
+
+
+def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | None = None) -> Place:
+    """Take an address apart.
+
+    Args:
+        url: A path, or an fsspec URL such as ``s3://bucket/run/step-100`` or ``memory://checkpoint``.
+        storage_options: What fsspec's file system is to be made with, such as ``endpoint_url``.
+
+    Raises:
+        ValueError: it is empty, or of a protocol that isn't known.
+        ImportError: the package for the protocol isn't installed.
+
+    Example:
+        >>> find_place("memory://run/step-100").root
+        '/run/step-100'
+    """
+    text = os.fspath(url)
+    if not text:
+        raise ValueError("the address of the checkpoint is empty: pass a directory or a URL")
+    if not _URL.match(text):
+        return _of_directory(text)
+    files, root = fsspec.url_to_fs(text, **(storage_options or {}))
+    if isinstance(files, LocalFileSystem):
+        return _of_directory(root)
+    return Place(text.rstrip("/"), None, files, root.rstrip("/"))
+
+
+def find_target(url: str | os.PathLike[str], storage_options: StorageOptions | None = None) -> Place:
+    """Take the address of something that is to be written apart.
+
+    Args:
+        url: As for `find_place`.
+        storage_options: As there.
+
+    Raises:
+        ValueError: it is in an archive, or as for `find_place`.
+    """
+    if _ARCHIVES.match(os.fspath(url)):
+        raise ValueError(
+            f"{os.fspath(url)!r} is in an archive, which can be read but not written: export to a directory "
+            "and pack that, for example with shutil.make_archive"
+        )
+    return find_place(url, storage_options)
+
+
+def _of_directory(path: str) -> Place:
+    absolute = Path(path).absolute()
+    return Place(str(absolute), absolute)

@@ -1,0 +1,73 @@
+"""Turning the directory of an older release into one of this, in place.
+
+The new tables are written beside the old files and become the state at one instant (see `dsa.installation`).
+Then the old files are moved to a folder of their own: nothing is lost, and whoever has looked at the result
+removes it. Killed at any moment, the next opening with ``resume=True`` goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from dsa.content import StateContent
+from dsa.creation import create_state
+from dsa.errors import StateWarning
+from dsa.installation import install_content
+from dsa.legacy import find_legacy, legacy_files
+from dsa.notices import notify
+from dsa.storage import Storage
+from dsa.system import sync_directory
+
+__all__ = ["SET_ASIDE", "migrate_in_place", "set_aside"]
+
+SET_ASIDE: Final = "before-migration"
+
+
+def migrate_in_place(path: Path, lock: int, storage: Storage, content: StateContent) -> None:
+    """Migrate a directory; afterwards it is a closed state of this release.
+
+    Args:
+        path: The directory.
+        lock: A descriptor that holds its lock; it stays open.
+        storage: How to store the state.
+        content: What the directory holds, as `dsa.legacy.read_legacy` returns it.
+
+    Raises:
+        StateError: the old state can't be used; nothing has changed.
+        DiskSpaceError: there is no room for both; nothing has changed.
+    """
+    release = find_legacy(path)
+    own = os.dup(lock)
+    try:
+        state = create_state(path, own, [], storage)
+    except BaseException:
+        os.close(own)
+        raise
+    try:
+        install_content(state, content)
+    finally:
+        state.close()
+    kept = (
+        "weights, moments and counters" if release == "0.3.0" else "weights; moments and counters start anew"
+    )
+    notify(
+        f"the state in {str(path)!r} was migrated from release {release}, keeping its {kept}", StateWarning
+    )
+    set_aside(path)
+
+
+def set_aside(path: Path) -> None:
+    """Move the files of an older release into a folder of their own, with a warning that names it."""
+    folder = path / SET_ASIDE
+    folder.mkdir(exist_ok=True)
+    for file in legacy_files(path):
+        os.replace(file, folder / file.name)
+    sync_directory(folder)
+    sync_directory(path)
+    notify(
+        f"the files of the older release are in {str(folder)!r} now: remove that folder once you are "
+        "satisfied",
+        StateWarning,
+    )

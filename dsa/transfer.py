@@ -1,0 +1,299 @@
+"""Between open states and checkpoints: export, import, and making a directory from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from dsa.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from dsa.checkpoint.meter import Advance, Progress, metered
+from dsa.content import StateContent, TableContent
+from dsa.errors import StateExistsError, StateMismatchError, StateWarning
+from dsa.installation import install_content
+from dsa.legacy import Curvatures, Shapes, find_legacy, read_legacy
+from dsa.maintenance import finish_change
+from dsa.metadata import read_metadata
+from dsa.notices import notify
+from dsa.opening import migrate_directory, open_state
+from dsa.schema import Records
+from dsa.snapshot import Snapshot
+from dsa.state import StateDirectory
+from dsa.storage import Durability, Storage, StorageChoice
+from dsa.table import Table
+
+__all__ = ["Compression", "export_directory", "export_state", "import_state", "migrate", "restore"]
+
+Compression = Literal["zstd", "auto"] | None
+
+
+def export_state(state: StateDirectory, url: str | os.PathLike[str], **options: Any) -> str:  # noqa: ANN401
+    """Write a checkpoint of an open state as it is now; training may go on in other threads.
+
+    Args:
+        state: The state.
+        url: Where to; see `dsa.checkpoint.write_checkpoint`, whose options follow.
+        options: Those options.
+
+    Returns:
+        The path or the URL of the checkpoint.
+    """
+    state.require_open()
+    with state.exclusive:
+        state.settle()
+        finish_change(state)
+        snapshot = Snapshot(state)
+    with snapshot:
+        written = write_checkpoint(snapshot.content, url, **options)
+    made = open_checkpoint(written, storage_options=options.get("storage_options"))
+    with state.exclusive:
+        if state.is_open and state.identity == snapshot.content.identity:
+            state.note_export(made.content_root, made.global_step)
+    return written
+
+
+def import_state(
+    state: StateDirectory, checkpoint: Checkpoint, *, verify: bool = True, progress: Progress = False
+) -> None:
+    """Give an open state the content of a checkpoint, wholly or not at all.
+
+    Args:
+        state: The state, whose tables have the names, shapes and fields of the checkpoint's.
+        checkpoint: The checkpoint; nothing is written to it.
+        verify: Compare every block with its checksum.
+        progress: True for a bar, or a function of the bytes done and their total.
+
+    Raises:
+        StateMismatchError: the tables differ; nothing has changed.
+        CheckpointCorruptError: the checkpoint is damaged; nothing has changed.
+        DiskSpaceError: there is no room for old and new state; nothing has changed.
+    """
+    state.require_open()
+    content = checkpoint.content(verify)
+    with state.exclusive, metered(progress, checkpoint.nbytes, "import") as advance, ExitStack() as stack:
+        tables = _matched(state, content)
+        kept = {name: stack.enter_context(_Kept(state.path, tables[name])) for name in _held_names(state)}
+        state.settle()
+        ordered = [tables[name] for name in state.tables]
+        install_content(
+            state,
+            replace(content, tables=tuple(_watched(each, advance, kept.get(each.name)) for each in ordered)),
+        )
+        for name, weights in kept.items():
+            weights.put(state.tables[name])
+
+
+def restore(
+    url: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    storage: StorageChoice | None = None,
+    verify: bool = True,
+    progress: Progress = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Make a state directory from a checkpoint, closed and ready to be opened with ``resume=True``.
+
+    Args:
+        url: The checkpoint; nothing is written to it.
+        directory: The new state directory: absent, empty, or without tables.
+        storage: How to store it.
+        verify: Compare every block with its checksum.
+        progress: True for a bar, or a function of the bytes done and their total.
+        storage_options: For fsspec.
+
+    Raises:
+        StateExistsError: there is state in the directory.
+        CheckpointError: the checkpoint can't be used.
+        DiskSpaceError: there is no room.
+    """
+    checkpoint = open_checkpoint(url, storage_options=storage_options)
+    with metered(progress, checkpoint.nbytes, "import") as advance:
+        content = checkpoint.content(verify)
+        tables = tuple(_watched(each, advance, None) for each in content.tables)
+        make_state(directory, replace(content, tables=tables), (storage or StorageChoice()).complete())
+
+
+def export_directory(directory: str | os.PathLike[str], url: str | os.PathLike[str], **options: Any) -> str:  # noqa: ANN401
+    """Write a checkpoint of a state directory that nobody has open.
+
+    Weights that are a module's parameter are not in the directory, and so not in the checkpoint.
+
+    Args:
+        directory: The state directory.
+        url: Where to; see `dsa.checkpoint.write_checkpoint`, whose options follow.
+        options: Those options.
+
+    Returns:
+        The path or the URL of the checkpoint.
+
+    Raises:
+        StateNotFoundError: there is no state in the directory.
+        StateLockedError: another process has it open: export from there.
+    """
+    stored = read_metadata(Path(directory)) if Path(directory).is_dir() else None
+    durability = None if stored is None else cast("Durability", stored.durability)  # checked when read
+    state = open_state(directory, [], True, StorageChoice(durability=durability).complete(), exact=False)
+    try:
+        return export_state(state, url, **options)
+    finally:
+        state.close()
+
+
+def migrate(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    shapes: Shapes | None = None,
+    k: Curvatures | None = None,
+    storage: StorageChoice | None = None,
+) -> None:
+    """Bring state of release 0.1.0, 0.2.0 or 0.3.0 into the form of this one.
+
+    What each release's state keeps is told in `dsa.legacy`: all of 0.3.0, the weights of the others.
+
+    Args:
+        source: A state directory, or a checkpoint directory of 0.3.0.
+        directory: A new state directory; None migrates a state directory in place, and moves its files into a
+            folder beside.
+        shapes: ``{name: (rows, dim)}``; release 0.1.0 did not record them.
+        k: Curvature magnitude, one or ``{name: k}``, for releases that did not record it.
+        storage: How to store the state.
+
+    Raises:
+        StateNotFoundError: no older release left anything there.
+        StateError: what is there can't be used; nothing has changed.
+        ValueError: a checkpoint was to be migrated in place.
+        DiskSpaceError: there is no room.
+    """
+    chosen = (storage or StorageChoice()).complete()
+    if directory is not None:
+        make_state(directory, read_legacy(source, shapes, k=k), chosen)
+        return
+    if find_legacy(source) == "0.3.0 checkpoint":
+        raise ValueError(
+            f"{str(source)!r} is a checkpoint, which stays as it is: pass a directory for the state made of "
+            "it"
+        )
+    migrate_directory(source, chosen, shapes, k)
+
+
+def make_state(directory: str | os.PathLike[str], content: StateContent, storage: Storage) -> None:
+    """Make a closed state directory of some content; see `restore`."""
+    path = Path(directory)
+    stored = read_metadata(path) if path.is_dir() else None
+    if stored is not None and stored.tables:
+        raise StateExistsError(
+            f"{str(path)!r} already holds state at step {stored.global_step}: choose another directory, or "
+            "open it and call import_checkpoint, which replaces what it holds"
+        )
+    state = open_state(path, [], None if stored is None else True, storage, exact=False)
+    try:
+        # A table without its weights stays one: they are a parameter's, which isn't here.
+        install_content(state, content)
+    except BaseException:
+        state.close()
+        raise
+    state.close()
+
+
+def _held_names(state: StateDirectory) -> list[str]:
+    return [name for name, table in state.tables.items() if table.held is not None]
+
+
+class _Kept:
+    """The weights of a checkpoint's table in a file without a name, until they can be put into a parameter.
+
+    Args:
+        directory: Where the file is.
+        content: The table.
+    """
+
+    def __init__(self, directory: Path, content: TableContent) -> None:
+        self._directory = directory
+        self._shape = (content.rows, content.schema.dim)
+        self._there = "w" in content.schema.names
+        if not self._there:
+            notify(
+                f"the checkpoint holds no weights of table {content.name!r}, only the optimizer's state: "
+                "those of the module stay; load them with its state_dict",
+                StateWarning,
+            )
+
+    def __enter__(self) -> _Kept:
+        self._file = tempfile.TemporaryFile(dir=self._directory)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def add(self, records: Records) -> None:
+        """Keep the weights of the next block."""
+        if self._there:
+            self._file.write(np.ascontiguousarray(records["w"]).data)
+
+    def put(self, table: Table) -> None:
+        """Hand the weights over."""
+        assert table.held is not None, "only tables with weights in memory are kept"
+        if not self._there:
+            return
+        rows, dim = self._shape
+        self._file.seek(0)
+        step = max(1, (4 << 20) // (4 * dim))
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            block = np.frombuffer(self._file.read(4 * dim * count), np.float32).reshape(count, dim)
+            table.held.put(np.arange(start, start + count), block.copy())
+
+
+def _watched(table: TableContent, advance: Advance, kept: _Kept | None) -> TableContent:
+    """Return a table whose blocks are counted, and whose weights are kept, as they pass."""
+
+    def blocks() -> Iterator[tuple[int, Records]]:
+        for first, records in table.blocks():
+            if kept is not None:
+                kept.add(records)
+            yield first, records
+            advance(records.nbytes)
+
+    return replace(table, blocks=blocks)
+
+
+def _matched(state: StateDirectory, content: StateContent) -> dict[str, TableContent]:
+    """Return the content of each of a state's tables, to be stored with the fields that the state stores."""
+    found = {table.name: table for table in content.tables}
+    if set(found) != set(state.tables):
+        raise StateMismatchError(
+            f"the checkpoint holds the tables {sorted(found)} but the state in {str(state.path)!r} holds "
+            f"{sorted(state.tables)}: import it where the same tables are, or make a directory of it with "
+            "dsa.import_checkpoint"
+        )
+    return {name: _fitting(table, found[name]) for name, table in state.tables.items()}
+
+
+def _fitting(table: Table, content: TableContent) -> TableContent:
+    schema, wanted = content.schema, table.backend.schema
+    if (content.rows, schema.dim) != (len(table), wanted.dim):
+        raise StateMismatchError(
+            f"table {table.name!r} is {content.rows} x {schema.dim} in the checkpoint but {len(table)} x "
+            f"{wanted.dim} here: open a state of the checkpoint's shape"
+        )
+    if content.second_moment != table.second_moment or not set(wanted.fields) <= set(schema.fields):
+        raise StateMismatchError(
+            f"table {table.name!r} has second_moment={content.second_moment!r} and the fields "
+            f"{_names(schema.names)} in the checkpoint but {table.second_moment!r} and "
+            f"{_names(wanted.names)} here: its moments would be misread; build the optimizer with the "
+            "checkpoint's options"
+        )
+    weights = "w" in wanted.names
+    return replace(content, stored=wanted, initializer=content.initializer if weights else None)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names)
