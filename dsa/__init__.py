@@ -1,7 +1,7 @@
 """Training of embedding tables that do not fit in memory: every row's weight and Adam state live on disk."""
 
 from dsa import backends, conventions, errors, init
-from dsa.checkpoint import copy_checkpoint, open_checkpoint
+from dsa.checkpoint import copy_checkpoint, flatten_checkpoint, open_checkpoint
 from dsa.embedding import DiskEmbedding, DiskEmbeddingBag
 from dsa.estimate import estimate
 from dsa.gradients import clip_grad_norm_, split_parameters
@@ -24,6 +24,7 @@ __all__ = [
     "errors",
     "estimate",
     "export_checkpoint",
+    "flatten_checkpoint",
     "import_checkpoint",
     "init",
     "lookahead",

@@ -21,7 +21,7 @@ from dsa.manifolds import Euclidean, manifold_of
 from dsa.notices import notify
 from dsa.schema import Records, Rows
 from dsa.state import StateDirectory
-from dsa.table import Table, blank_records, corrupt_row, stamp_of
+from dsa.table import Table, blank_records, corrupt_row, fill_untouched, stamp_of
 
 __all__ = [
     "change_curvature",
@@ -76,7 +76,11 @@ def reproject(state: StateDirectory, table: Table) -> int:
     for first, records in table.backend.scan(0, len(table)):
         rows = np.arange(first, first + len(records))
         broken = implausible_rows(records)
-        records[broken] = blank_records(table, int(broken.sum()), 1 if table.initializer is None else 0)
+        if broken.any():
+            fresh = fill_untouched(table, rows[broken], blank_records(table, int(broken.sum()), 0))
+            # A stamp: the next differential checkpoint has to hold them.
+            fresh["s"] = stamp_of(state.global_step)
+            records[broken] = fresh
         weights, outside = space.project(records["w"].astype(np.float64))
         records["w"][outside] = weights[outside]
         moved = broken | outside

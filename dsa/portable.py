@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dsa.checkpoint import open_checkpoint
+from dsa.checkpoint import open_content
 from dsa.checkpoint.meter import Progress
 from dsa.state import StateDirectory
 from dsa.transfer import Compression, export_state, import_state
@@ -24,6 +24,7 @@ class Portable:
         self,
         url: str | os.PathLike[str],
         *,
+        base: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
         compression: Compression = None,
         durable: bool = True,
@@ -40,6 +41,8 @@ class Portable:
 
         Args:
             url: A directory that does not exist, or an fsspec URL such as ``s3://bucket/run/step-100``.
+            base: A full checkpoint that this state was exported to or imported from: only rows that changed
+                since are written. Restoring takes both; `dsa.flatten_checkpoint` makes one of them.
             overwrite: Replace a checkpoint that is there; it stays until the new one is complete.
             compression: None, ``"zstd"``, or ``"auto"``, which compresses moments of sparsely touched tables.
             durable: Return only once everything is on the device; for directories.
@@ -52,12 +55,14 @@ class Portable:
 
         Raises:
             CheckpointExistsError: something is there.
+            CheckpointMismatchError: `base` is not a full checkpoint of this state's history.
             DiskSpaceError: there is too little room; nothing was written.
             CheckpointWriteError: the disk or the store refused; what was there before is untouched.
         """
         return export_state(
             self._portable_state(),
             url,
+            base=base,
             overwrite=overwrite,
             compression=compression,
             durable=durable,
@@ -71,6 +76,7 @@ class Portable:
         url: str | os.PathLike[str],
         verify_hashes: bool = True,
         *,
+        base: str | os.PathLike[str] | None = None,
         progress: Progress = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -82,6 +88,7 @@ class Portable:
         Args:
             url: A directory, or an fsspec URL.
             verify_hashes: Compare every block with its checksum.
+            base: The full checkpoint that a differential one is relative to, if it isn't beside it.
             progress: True for a bar, or a function of the bytes done and their total.
             storage_options: For fsspec.
 
@@ -92,8 +99,8 @@ class Portable:
             StateMismatchError: its tables are not the state's.
             DiskSpaceError: there is no room for both.
         """
-        checkpoint = open_checkpoint(url, storage_options=storage_options)
-        import_state(self._portable_state(), checkpoint, verify=verify_hashes, progress=progress)
+        opened = open_content(url, base=base, verify=verify_hashes, storage_options=storage_options)
+        import_state(self._portable_state(), opened, progress)
 
     def save_checkpoint(self, directory: str | os.PathLike[str], **options: Any) -> str:  # noqa: ANN401
         """Do what `export_checkpoint` does."""

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
 import numpy as np
 
-from dsa.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from dsa.checkpoint import OpenedContent, open_checkpoint, open_content, write_checkpoint, write_delta
+from dsa.checkpoint.export import ExportOptions
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.content import StateContent, TableContent
 from dsa.errors import StateExistsError, StateMismatchError, StateWarning
@@ -33,40 +34,48 @@ __all__ = ["Compression", "export_directory", "export_state", "import_state", "m
 Compression = Literal["zstd", "auto"] | None
 
 
-def export_state(state: StateDirectory, url: str | os.PathLike[str], **options: Any) -> str:  # noqa: ANN401
+def export_state(
+    state: StateDirectory,
+    url: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    **options: Unpack[ExportOptions],
+) -> str:
     """Write a checkpoint of an open state as it is now; training may go on in other threads.
 
     Args:
         state: The state.
-        url: Where to; see `dsa.checkpoint.write_checkpoint`, whose options follow.
-        options: Those options.
+        url: Where to; see `dsa.checkpoint.write_checkpoint`.
+        base: A full checkpoint of this state: only what has changed since is written.
+        options: Those of `dsa.checkpoint.write_checkpoint`.
 
     Returns:
         The path or the URL of the checkpoint.
     """
     state.require_open()
+    store = options.get("storage_options")
+    below = None if base is None else open_checkpoint(base, storage_options=store)
     with state.exclusive:
         state.settle()
         finish_change(state)
         snapshot = Snapshot(state)
     with snapshot:
+        if below is not None:
+            return write_delta(snapshot.content, below, url, state.path, **options)
         written = write_checkpoint(snapshot.content, url, **options)
-    made = open_checkpoint(written, storage_options=options.get("storage_options"))
+    made = open_checkpoint(written, storage_options=store)
     with state.exclusive:
         if state.is_open and state.identity == snapshot.content.identity:
             state.note_export(made.content_root, made.global_step)
     return written
 
 
-def import_state(
-    state: StateDirectory, checkpoint: Checkpoint, *, verify: bool = True, progress: Progress = False
-) -> None:
+def import_state(state: StateDirectory, opened: OpenedContent, progress: Progress = False) -> None:
     """Give an open state the content of a checkpoint, wholly or not at all.
 
     Args:
         state: The state, whose tables have the names, shapes and fields of the checkpoint's.
-        checkpoint: The checkpoint; nothing is written to it.
-        verify: Compare every block with its checksum.
+        opened: The checkpoint; nothing is written to it.
         progress: True for a bar, or a function of the bytes done and their total.
 
     Raises:
@@ -75,8 +84,9 @@ def import_state(
         DiskSpaceError: there is no room for old and new state; nothing has changed.
     """
     state.require_open()
-    content = checkpoint.content(verify)
-    with state.exclusive, metered(progress, checkpoint.nbytes, "import") as advance, ExitStack() as stack:
+    content = opened.content
+    total = sum(table.rows * table.schema.dtype.itemsize for table in content.tables)
+    with state.exclusive, metered(progress, total, "import") as advance, ExitStack() as stack:
         tables = _matched(state, content)
         kept = {name: stack.enter_context(_Kept(state.path, tables[name])) for name in _held_names(state)}
         state.settle()
@@ -93,6 +103,7 @@ def restore(
     url: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
     storage: StorageChoice | None = None,
     verify: bool = True,
     progress: Progress = False,
@@ -103,6 +114,7 @@ def restore(
     Args:
         url: The checkpoint; nothing is written to it.
         directory: The new state directory: absent, empty, or without tables.
+        base: The full checkpoint that a differential one is relative to, if it isn't beside it.
         storage: How to store it.
         verify: Compare every block with its checksum.
         progress: True for a bar, or a function of the bytes done and their total.
@@ -113,14 +125,16 @@ def restore(
         CheckpointError: the checkpoint can't be used.
         DiskSpaceError: there is no room.
     """
-    checkpoint = open_checkpoint(url, storage_options=storage_options)
-    with metered(progress, checkpoint.nbytes, "import") as advance:
-        content = checkpoint.content(verify)
+    content = open_content(url, base=base, verify=verify, storage_options=storage_options).content
+    total = sum(table.rows * table.schema.dtype.itemsize for table in content.tables)
+    with metered(progress, total, "import") as advance:
         tables = tuple(_watched(each, advance, None) for each in content.tables)
         make_state(directory, replace(content, tables=tables), (storage or StorageChoice()).complete())
 
 
-def export_directory(directory: str | os.PathLike[str], url: str | os.PathLike[str], **options: Any) -> str:  # noqa: ANN401
+def export_directory(
+    directory: str | os.PathLike[str], url: str | os.PathLike[str], **options: Unpack[ExportOptions]
+) -> str:
     """Write a checkpoint of a state directory that nobody has open.
 
     Weights that are a module's parameter are not in the directory, and so not in the checkpoint.

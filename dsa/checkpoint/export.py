@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from dsa.checkpoint.digests import DEFAULT_ALGORITHM, content_root, new_hash
 from dsa.checkpoint.local import LocalTarget
@@ -27,7 +27,19 @@ from dsa.errors import DiskSpaceError
 from dsa.shards.documents import encode_document, group_document
 from dsa.system import available_bytes
 
-__all__ = ["commit_tables", "open_target", "write_checkpoint"]
+__all__ = ["ExportOptions", "commit_tables", "open_target", "write_checkpoint"]
+
+class ExportOptions(TypedDict, total=False):
+    """The options of `write_checkpoint` that callers pass through."""
+
+    overwrite: bool
+    compression: CompressionChoice
+    durable: bool
+    algorithm: str
+    progress: Progress
+    attributes: Mapping[str, Any] | None
+    storage_options: StorageOptions | None
+
 
 _LIBRARIES: Final = ("dsa", "numpy", "torch", "zarr")
 _METADATA_BYTES: Final = 1 << 20
@@ -44,6 +56,7 @@ def write_checkpoint(
     progress: Progress = False,
     attributes: Mapping[str, Any] | None = None,
     storage_options: StorageOptions | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> str:
     """Write a state to a new checkpoint.
 
@@ -62,6 +75,7 @@ def write_checkpoint(
         progress: True for a bar, or a function of the bytes done and their total.
         attributes: More to keep with it: anything that JSON can hold.
         storage_options: For fsspec.
+        base: What `content` is relative to, see `dsa.checkpoint.delta`; None for a whole state.
 
     Returns:
         The path or the URL of the checkpoint.
@@ -86,7 +100,8 @@ def write_checkpoint(
             writer = TableWriter(target, pool, compression, algorithm, advance)
             groups = group_names(table.name for table in content.tables)
             tables = [writer.write(*each) for each in zip(content.tables, groups, strict=True)]
-        return commit_tables(target, tables, content, "full", attributes or {})
+        kind: Kind = "full" if base is None else "delta"
+        return commit_tables(target, tables, content, kind, attributes or {}, base)
     except BaseException:
         target.abort()
         raise

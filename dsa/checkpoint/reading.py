@@ -119,7 +119,20 @@ class Checkpoint:
         Args:
             verify: Compare every block with its checksum before any row of it is yielded. Without, only a
                 block of which a file is missing is compared.
+
+        Raises:
+            CheckpointMismatchError: it is a differential checkpoint, which holds some rows only.
         """
+        if self.kind != "full":
+            step = (self.manifest.base or {}).get("step")
+            raise CheckpointMismatchError(
+                f"{self.url!r} only holds the rows that changed since step {step}: flatten it with its base "
+                "first, with dsa.flatten_checkpoint"
+            )
+        return self.stored_content(verify)
+
+    def stored_content(self, verify: bool = True) -> StateContent:
+        """Return what is stored; of a differential checkpoint the changed rows, with their numbers."""
         tables = tuple(self._table(table, verify) for table in self.stored)
         lineage = {self.content_root: self.global_step}
         return StateContent(tables, self.global_step, lineage, self.manifest.identity)
