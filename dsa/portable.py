@@ -9,7 +9,7 @@ from typing import Any
 from dsa.checkpoint import open_content
 from dsa.checkpoint.meter import Progress
 from dsa.state import StateDirectory
-from dsa.transfer import Compression, export_state, import_state
+from dsa.transfer import Compression, export_state, export_weights, import_state
 
 __all__ = ["Portable"]
 
@@ -68,6 +68,39 @@ class Portable:
             durable=durable,
             progress=progress,
             attributes=attributes,
+            storage_options=storage_options,
+        )
+
+    def export_weights(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        progress: Progress = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Write the weights alone, for serving.
+
+        Args:
+            url: A file or an URL that ends in ``.safetensors``; anything else becomes a Zarr group with one
+                array ``w`` per table. Rows that were never touched hold their first weights.
+            overwrite: Replace what is there.
+            progress: True for a bar, or a function of the bytes done and their total.
+            storage_options: For fsspec.
+
+        Returns:
+            The path or the URL.
+
+        Raises:
+            CheckpointExistsError: something is there.
+            DiskSpaceError: there is too little room; nothing was written.
+            CheckpointWriteError: the disk or the store refused.
+        """
+        return export_weights(
+            self._portable_state(),
+            url,
+            overwrite=overwrite,
+            progress=progress,
             storage_options=storage_options,
         )
 

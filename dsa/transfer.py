@@ -12,7 +12,14 @@ from typing import Any, Literal, Unpack, cast
 
 import numpy as np
 
-from dsa.checkpoint import OpenedContent, open_checkpoint, open_content, write_checkpoint, write_delta
+from dsa.checkpoint import (
+    OpenedContent,
+    open_checkpoint,
+    open_content,
+    write_checkpoint,
+    write_delta,
+    write_weights,
+)
 from dsa.checkpoint.export import ExportOptions
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.content import StateContent, TableContent
@@ -29,7 +36,15 @@ from dsa.state import StateDirectory
 from dsa.storage import Durability, Storage, StorageChoice
 from dsa.table import Table
 
-__all__ = ["Compression", "export_directory", "export_state", "import_state", "migrate", "restore"]
+__all__ = [
+    "Compression",
+    "export_directory",
+    "export_state",
+    "export_weights",
+    "import_state",
+    "migrate",
+    "restore",
+]
 
 Compression = Literal["zstd", "auto"] | None
 
@@ -55,11 +70,7 @@ def export_state(
     state.require_open()
     store = options.get("storage_options")
     below = None if base is None else open_checkpoint(base, storage_options=store)
-    with state.exclusive:
-        state.settle()
-        finish_change(state)
-        snapshot = Snapshot(state)
-    with snapshot:
+    with _snapshot(state) as snapshot:
         if below is not None:
             return write_delta(snapshot.content, below, url, state.path, **options)
         written = write_checkpoint(snapshot.content, url, **options)
@@ -68,6 +79,22 @@ def export_state(
         if state.is_open and state.identity == snapshot.content.identity:
             state.note_export(made.content_root, made.global_step)
     return written
+
+
+def export_weights(
+    state: StateDirectory, url: str | os.PathLike[str], **options: Unpack[ExportOptions]
+) -> str:
+    """Write the weights of an open state; see `dsa.checkpoint.write_weights`."""
+    state.require_open()
+    with _snapshot(state) as snapshot:
+        return write_weights(snapshot.content, url, **options)
+
+
+def _snapshot(state: StateDirectory) -> Snapshot:
+    with state.exclusive:
+        state.settle()
+        finish_change(state)
+        return Snapshot(state)
 
 
 def import_state(state: StateDirectory, opened: OpenedContent, progress: Progress = False) -> None:

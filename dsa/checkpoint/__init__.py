@@ -4,6 +4,7 @@ from dsa.checkpoint.copying import copy_checkpoint
 from dsa.checkpoint.delta import OpenedContent, flatten_checkpoint, open_content, write_delta
 from dsa.checkpoint.export import write_checkpoint
 from dsa.checkpoint.reading import Checkpoint, open_checkpoint
+from dsa.checkpoint.weights import write_weights
 
 __all__ = [
     "Checkpoint",
@@ -14,4 +15,5 @@ __all__ = [
     "open_content",
     "write_checkpoint",
     "write_delta",
+    "write_weights",
 ]

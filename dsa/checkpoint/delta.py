@@ -88,7 +88,9 @@ def write_delta(
             "content_root": base.content_root,
             "name": base.url.rstrip("/").rpartition("/")[2],
         }
-        return write_checkpoint(replace(content, tables=tuple(changed)), url, base=link, **options)
+        return write_checkpoint(
+            replace(content, tables=tuple(changed)), url, kind="delta", base=link, **options
+        )
 
 
 def open_content(
@@ -109,12 +111,12 @@ def open_content(
 
     Raises:
         CheckpointError: one of them can't be used.
-        ValueError: a base is given for a full checkpoint.
+        ValueError: a base is given for a checkpoint that has none.
     """
     checkpoint = open_checkpoint(url, storage_options=storage_options)
-    if checkpoint.kind == "full":
+    if checkpoint.kind != "delta":
         if base is not None:
-            raise ValueError(f"{checkpoint.url!r} is a full checkpoint, which has no base: leave base= out")
+            raise ValueError(f"{checkpoint.url!r} is no differential checkpoint: leave base= out")
         return OpenedContent(checkpoint, checkpoint.content(verify), checkpoint.nbytes)
     below = _find_base(checkpoint, base, storage_options)
     return OpenedContent(checkpoint, _merged(checkpoint, below, verify), checkpoint.nbytes + below.nbytes)

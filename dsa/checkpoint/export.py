@@ -29,6 +29,7 @@ from dsa.system import available_bytes
 
 __all__ = ["ExportOptions", "commit_tables", "open_target", "write_checkpoint"]
 
+
 class ExportOptions(TypedDict, total=False):
     """The options of `write_checkpoint` that callers pass through."""
 
@@ -56,6 +57,7 @@ def write_checkpoint(
     progress: Progress = False,
     attributes: Mapping[str, Any] | None = None,
     storage_options: StorageOptions | None = None,
+    kind: Kind = "full",
     base: Mapping[str, Any] | None = None,
 ) -> str:
     """Write a state to a new checkpoint.
@@ -75,7 +77,8 @@ def write_checkpoint(
         progress: True for a bar, or a function of the bytes done and their total.
         attributes: More to keep with it: anything that JSON can hold.
         storage_options: For fsspec.
-        base: What `content` is relative to, see `dsa.checkpoint.delta`; None for a whole state.
+        kind: What `content` is: a whole state, the rows of `dsa.checkpoint.delta`, or weights alone.
+        base: What a delta is relative to.
 
     Returns:
         The path or the URL of the checkpoint.
@@ -100,7 +103,6 @@ def write_checkpoint(
             writer = TableWriter(target, pool, compression, algorithm, advance)
             groups = group_names(table.name for table in content.tables)
             tables = [writer.write(*each) for each in zip(content.tables, groups, strict=True)]
-        kind: Kind = "full" if base is None else "delta"
         return commit_tables(target, tables, content, kind, attributes or {}, base)
     except BaseException:
         target.abort()

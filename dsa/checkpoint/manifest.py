@@ -49,8 +49,8 @@ ZERO_ROWS: Final = "dsa_zero_rows"
 LARGEST_ARRAY: Final = 1 << 44
 """Bytes of an array; what claims to be larger is taken for an attack."""
 
-Kind = Literal["full", "delta"]
-_KINDS: Final = ("full", "delta")
+Kind = Literal["full", "delta", "weights"]
+_KINDS: Final = ("full", "delta", "weights")
 _SECOND_MOMENTS: Final = ("coordinate", "frame", "row")
 _LARGEST_COUNT: Final = 2**62
 
@@ -235,7 +235,8 @@ class Manifest:
     """What the root says.
 
     Args:
-        kind: ``"full"``, or ``"delta"`` for the rows that changed since another checkpoint.
+        kind: ``"full"``, ``"delta"`` for the rows that changed since another checkpoint, or ``"weights"`` for
+            serving.
         global_step: Steps that the state had taken.
         content_root: See `dsa.checkpoint.digests`.
         tables: Name and group of each table, in the state's order.

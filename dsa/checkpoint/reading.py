@@ -42,6 +42,16 @@ __all__ = ["Checkpoint", "StoredTable", "open_checkpoint", "verify_tables"]
 
 T = TypeVar("T")
 
+_REASONS: Final = {
+    "delta": (
+        "only holds the rows that changed since its base: flatten it with that first, with "
+        "dsa.flatten_checkpoint"
+    ),
+    "weights": (
+        "only holds weights: training can't go on from it; read them with Zarr and pass them as the first "
+        "weights of a new table"
+    ),
+}
 _OLD_DOCUMENT: Final = "checkpoint.json"
 
 
@@ -85,7 +95,7 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """``"full"`` or ``"delta"``."""
+        """``"full"``, ``"delta"`` or ``"weights"``."""
         return self.manifest.kind
 
     @property
@@ -121,14 +131,10 @@ class Checkpoint:
                 block of which a file is missing is compared.
 
         Raises:
-            CheckpointMismatchError: it is a differential checkpoint, which holds some rows only.
+            CheckpointMismatchError: it holds some rows only, or weights only.
         """
         if self.kind != "full":
-            step = (self.manifest.base or {}).get("step")
-            raise CheckpointMismatchError(
-                f"{self.url!r} only holds the rows that changed since step {step}: flatten it with its base "
-                "first, with dsa.flatten_checkpoint"
-            )
+            raise CheckpointMismatchError(f"{self.url!r} {_REASONS[self.manifest.kind]}")
         return self.stored_content(verify)
 
     def stored_content(self, verify: bool = True) -> StateContent:
