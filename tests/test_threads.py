@@ -1,10 +1,13 @@
 """The same batches give the same bytes, whatever the number of threads."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 from dsa import DiskSparseRiemannianAdam, init
+from dsa.kernels.threads import run_slices, thread_limit
 from dsa.metadata import table_file_name
 
 ROWS = 6_000
@@ -81,3 +84,19 @@ def test_a_second_run_gives_the_same_bytes(tmp_path):
     assert train(tmp_path / "one", CONFIGURATIONS["ball"], 3) == train(
         tmp_path / "two", CONFIGURATIONS["ball"], 3
     )
+
+
+def test_slices_inside_a_slice_need_no_threads():
+    """One thread holds a lock and asks for slices while the other's slice waits for that lock."""
+    lock = threading.Lock()
+
+    def inner(start, stop):
+        return stop - start
+
+    def outer(start, stop):
+        with lock:
+            return sum(run_slices(inner, stop - start))
+
+    with thread_limit(2):
+        for _ in range(50):
+            assert run_slices(outer, 8_192) == [4_096, 4_096]

@@ -59,7 +59,10 @@ def run_slices(function: Callable[[int, int], T], rows: int) -> list[T]:
     pool = _pool(limit - 1, os.getpid())
     others = [pool.submit(function, bounds[i], bounds[i + 1]) for i in range(1, count)]
     try:
-        first = function(bounds[0], bounds[1])
+        # A slice that has slices itself goes through them alone: the threads are taken, and one of them may
+        # be waiting for a lock that this thread holds.
+        with thread_limit(1):
+            first = function(bounds[0], bounds[1])
     finally:
         errors = [future.exception() for future in others]
     for error in errors:
