@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from dsa.backends.memmap import Memmap
+from dsa.backends.zarr import Zarr
 from dsa.conventions import DSA_ADAM, BiasCorrection, Convention, SecondMoment
 from dsa.errors import StateMismatchError, StateWarning
 from dsa.init import FromArray, Initializer, MatrixLike, as_initializer
@@ -15,10 +16,11 @@ from dsa.manifolds import manifold_of
 from dsa.notices import notify
 from dsa.schema import adam_schema
 from dsa.state import StateDirectory
-from dsa.storage import TableSpec
+from dsa.storage import Layout, TableSpec
 from dsa.table import Table
 
 __all__ = [
+    "DEFAULT_BACKEND",
     "ParamGroups",
     "Params",
     "checked_updates",
@@ -128,17 +130,30 @@ def table_spec(
     return TableSpec(name, schema, source, k, second_moment, fraction)
 
 
-def layout_of_backend(backend: str | Memmap) -> Memmap:
-    """Return the layout of new table files.
+class _Default(str):
+    __slots__ = ()
+
+
+DEFAULT_BACKEND: Final[str] = _Default("memmap")
+"""The default of ``backend`` arguments: unlike the same name given, it lets a state keep its backend."""
+
+
+def layout_of_backend(backend: str | Layout) -> Layout | None:
+    """Return the layout that a ``backend`` argument asks for; None where it was left out.
 
     Raises:
         ValueError: the backend is not known.
     """
-    if isinstance(backend, Memmap):
+    if isinstance(backend, Memmap | Zarr):
         return backend
-    if backend != "memmap":
-        raise ValueError(f"backend={backend!r} is not known: pass 'memmap' or dsa.backends.Memmap(...)")
-    return Memmap()
+    if backend is DEFAULT_BACKEND:
+        return None
+    if backend not in ("memmap", "zarr"):
+        raise ValueError(
+            f"backend={backend!r} is not known: pass 'memmap', 'zarr', dsa.backends.Memmap(...) or "
+            "dsa.backends.Zarr(...)"
+        )
+    return Memmap() if backend == "memmap" else Zarr()
 
 
 def held_tensor(source: Initializer | FromArray, retain: bool) -> torch.Tensor:

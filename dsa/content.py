@@ -38,6 +38,8 @@ class TableContent:
         initializer: The rule that gives rows with stamp 0 their weights, or None.
         stored: The schema of a record on disk, when that is another: without `w`, for a table whose weights
             are a parameter in memory.
+        touched_share: Estimates the share of the rows that were ever written, without a pass over them; None
+            where a pass is as good.
     """
 
     name: str
@@ -50,6 +52,7 @@ class TableContent:
     init_max_norm_fraction: float = 0.5
     initializer: Initializer | None = None
     stored: Schema | None = None
+    touched_share: Callable[[], float] | None = None
 
 
 @final

@@ -13,11 +13,19 @@ from dsa import system
 from dsa.errors import DiskSpaceError
 from dsa.init import FromArray, Initializer
 from dsa.journal import Journal
-from dsa.metadata import METADATA_NAME, Metadata, table_file_name, write_metadata
+from dsa.metadata import METADATA_NAME, Metadata, write_metadata
 from dsa.state import StateDirectory
 from dsa.storage import Storage, TableSpec
 from dsa.table import Table
-from dsa.table_files import make_backend, remove_table_file, table_bytes
+from dsa.table_files import (
+    drain_backend,
+    file_of,
+    make_backend,
+    new_file,
+    probe_table,
+    remove_table_file,
+    table_bytes,
+)
 from dsa.weights import write_initial_weights
 from dsa.writer import WriteBehind
 
@@ -43,7 +51,7 @@ _RETAINING_BYTES: Final = 64 << 20
 
 def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage, freed: int = 0) -> None:
     """Raise `DiskSpaceError` when tables with reserved space don't fit, counting `freed` bytes as free."""
-    needed = sum(table_bytes(spec.source.rows, spec.schema, storage) for spec in specs)
+    needed = sum(table_bytes(spec.source.rows, spec.schema, storage.layout) for spec in specs)
     if storage.allocate != "reserve":
         return
     available = system.available_bytes(path) + freed
@@ -59,7 +67,7 @@ def check_sources(path: Path, specs: Sequence[TableSpec], storage: Storage) -> N
         OSError: the file system can't hold a file of a table's size.
     """
     for spec in specs:
-        system.probe_size(path, table_bytes(spec.source.rows, spec.schema, storage))
+        probe_table(path, spec.source.rows, spec.schema, storage.layout)
         if isinstance(spec.source, FromArray):
             for _ in spec.source.blocks(max(1, _CHECK_BYTES // (4 * spec.source.dim))):
                 pass
@@ -87,12 +95,13 @@ def create_state(path: Path, lock: int, specs: Sequence[TableSpec], storage: Sto
 
 def make_table(path: Path, spec: TableSpec, storage: Storage) -> Table:
     """Make the file of one table and open it; nothing is left behind when that fails."""
-    file = path / table_file_name(spec.name)
+    file = new_file(path, spec.name, storage.layout)
     backend = make_backend(file, spec.source.rows, spec.schema, storage)
     lazy = spec.source if isinstance(spec.source, Initializer) and "w" in spec.schema.names else None
     table = Table(spec.name, backend, lazy, spec.second_moment, spec.init_max_norm_fraction, spec.k)
     try:
         write_initial_weights(table, spec.source)
+        drain_backend(backend)  # no journal knows of them
         if storage.durability == "power":
             backend.flush()
     except BaseException:
@@ -120,7 +129,7 @@ def add_table(state: StateDirectory, spec: TableSpec, storage: Storage) -> Table
 def _discard(path: Path, tables: Sequence[Table]) -> None:
     """Remove what an unfinished creation has made, whatever state it is in."""
     steps: list[Callable[[], object]] = [table.backend.close for table in tables]
-    steps += [partial(remove_table_file, path / table_file_name(table.name)) for table in tables]
+    steps += [partial(remove_table_file, file_of(path, table)) for table in tables]
     steps += [(path / JOURNAL_NAME).unlink, (path / METADATA_NAME).unlink]
     for step in steps:
         with contextlib.suppress(OSError):
@@ -154,13 +163,16 @@ def make_journal(file: Path, identity: str, storage: Storage) -> Journal | None:
         file.unlink(missing_ok=True)
         return None
     durable = storage.durability == "power"
-    hot = not durable and storage.queue is None
-    return Journal.create(file, identity, _HOT_BYTES if hot else _RETAINING_BYTES, durable, hot)
+    hot = not durable and storage.queue is None and not storage.overlay_bytes
+    capacity = storage.overlay_bytes or (_HOT_BYTES if hot else _RETAINING_BYTES)
+    return Journal.create(file, identity, capacity, durable, hot)
 
 
 def queue_writes(table: Table, storage: Storage) -> None:
     """Put a write queue in front of a table's backend, if the storage asks for one."""
-    if storage.queue is not None:
+    if isinstance(table.backend, WriteBehind):
+        table.writer = table.backend  # that of compressed shards
+    elif storage.queue is not None:
         options = storage.queue
         table.writer = WriteBehind(
             table.backend, max_queue_size=options.max_size, put_timeout=options.put_timeout

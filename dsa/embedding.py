@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from dsa.arguments import layout_of_backend
-from dsa.backends.memmap import Allocate, Memmap
+from dsa.arguments import DEFAULT_BACKEND, layout_of_backend
+from dsa.backends.mapping import Allocate
 from dsa.disk_parameter import DiskParameter, usable_seed
 from dsa.errors import StateMismatchError
 from dsa.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
@@ -24,7 +24,8 @@ from dsa.reference import check_reference, reference_to
 from dsa.schema import adam_schema
 from dsa.sharing import join_tables
 from dsa.state import StateDirectory
-from dsa.storage import Durability, Queue, StorageChoice, TableSpec
+from dsa.storage import Durability, Layout, Queue, StorageChoice, TableSpec
+from dsa.tensor_reference import from_tensor, to_tensor
 
 __all__ = ["DiskEmbedding", "DiskEmbeddingBag"]
 
@@ -124,7 +125,8 @@ class _DiskModule(Portable, torch.nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "_extra_state"] = reference_to(self.weight.state, [self.weight.table.name])
+        reference = reference_to(self.weight.state, [self.weight.table.name])
+        destination[prefix + "_extra_state"] = to_tensor(reference)
 
     def _load_from_state_dict(
         self,
@@ -143,8 +145,8 @@ class _DiskModule(Portable, torch.nn.Module):
             missing_keys.append(prefix + "_extra_state")
         else:
             try:
-                check_reference(self.weight.state, [self.weight.table.name], reference)
-            except StateMismatchError as error:
+                check_reference(self.weight.state, [self.weight.table.name], from_tensor(reference))
+            except (StateMismatchError, ValueError) as error:
                 error_msgs.append(str(error))
 
     def _load_weights(self, weights: torch.Tensor, error_msgs: list[str]) -> None:
@@ -181,8 +183,9 @@ class DiskEmbedding(_DiskModule):
         state: What to reserve for the optimizer: ``"adam"``, or ``"rowwise_adam"`` with one second moment per
             row.
         init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius.
-        backend: ``"memmap"`` or `dsa.backends.Memmap`; as the further options, left out it is the default or
-            what the directory was opened with.
+        backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap` or `dsa.backends.Zarr`, see
+            `DiskSparseRiemannianAdam`; as the further options, left out it is the default or what the
+            directory was opened with.
         allocate: ``"reserve"`` or ``"sparse"``.
         durability: ``"process"``, ``"power"`` or ``"none"``.
         async_writes: Write in a thread.
@@ -220,7 +223,7 @@ class DiskEmbedding(_DiskModule):
         k: float = 0.0,
         state: TableState = "adam",
         init_max_norm_fraction: float = 0.5,
-        backend: str | Memmap = "memmap",
+        backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate | None = None,
         durability: Durability | None = None,
         async_writes: bool = False,
@@ -325,7 +328,7 @@ class DiskEmbeddingBag(_DiskModule):
         k: float = 0.0,
         state: TableState = "adam",
         init_max_norm_fraction: float = 0.5,
-        backend: str | Memmap = "memmap",
+        backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate | None = None,
         durability: Durability | None = None,
         async_writes: bool = False,
@@ -433,8 +436,10 @@ def _default_init(rows: int, dim: int, k: float) -> Initializer:
 
 
 def _storage(
-    backend: str | Memmap, allocate: Allocate | None, durability: Durability | None, async_writes: bool
+    backend: str | Layout,
+    allocate: Allocate | None,
+    durability: Durability | None,
+    async_writes: bool,
 ) -> StorageChoice:
-    return StorageChoice(
-        allocate, layout_of_backend(backend).stride, durability, Queue() if async_writes else None
-    )
+    queue = Queue() if async_writes else None
+    return StorageChoice(allocate, layout_of_backend(backend), durability, queue)

@@ -83,7 +83,7 @@ class Normal:
     def __post_init__(self) -> None:
         _normalise(self)
         if self.std < 0.0:
-            raise ValueError(f"std is {self.std!r}: a standard deviation is at least 0")
+            raise ValueError(f"std is {self.std!r}: pass a standard deviation >= 0")
         if abs(self.mean) + MAX_NORMAL * self.std > _FLOAT32_MAX:
             raise ValueError(
                 f"mean {self.mean!r} with std {self.std!r} overflows float32: choose smaller numbers"
@@ -231,12 +231,16 @@ def from_json(data: Any) -> Initializer:  # noqa: ANN401 - JSON is untyped until
     expected = [field.name for field in fields(_KINDS[kind])]
     if parameters.keys() != set(expected):
         raise StateCorruptError(
-            f"the initialiser {data!r} can't be read: kind {kind!r} has parameters {expected}"
+            f"the initialiser {data!r} can't be read, since kind {kind!r} has parameters {expected}: restore the "
+            "description that it stands in from a copy"
         )
     try:
         return _KINDS[kind](**parameters)
     except (TypeError, ValueError, OverflowError) as error:
-        raise StateCorruptError(f"the initialiser {data!r} can't be read: {error}") from error
+        raise StateCorruptError(
+            f"the initialiser {data!r} can't be read ({error}): restore the description that it stands in from "
+            "a copy"
+        ) from error
 
 
 def as_initializer(value: Initializer | FromArray | MatrixLike) -> Initializer | FromArray:

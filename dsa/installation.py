@@ -16,11 +16,11 @@ from dsa import system
 from dsa.content import StateContent, TableContent
 from dsa.creation import JOURNAL_NAME, make_journal, queue_writes
 from dsa.errors import DiskSpaceError
-from dsa.metadata import Metadata, table_file_name, write_metadata
+from dsa.metadata import Metadata, write_metadata
 from dsa.schema import Records
 from dsa.state import StateDirectory
 from dsa.table import Table, describe_table
-from dsa.table_files import make_backend, remove_table_file, sweep, table_bytes
+from dsa.table_files import file_of, make_backend, new_file, remove_table_file, sweep, table_bytes
 
 __all__ = ["install_content"]
 
@@ -75,7 +75,8 @@ def install_content(state: StateDirectory, content: StateContent) -> None:
 
 def _require_space(state: StateDirectory, content: StateContent) -> None:
     needed = sum(
-        table_bytes(table.rows, table.stored or table.schema, state.storage) for table in content.tables
+        table_bytes(table.rows, table.stored or table.schema, state.storage.layout)
+        for table in content.tables
     )
     available = system.available_bytes(state.path)
     if state.storage.allocate == "reserve" and needed > available:
@@ -85,7 +86,7 @@ def _require_space(state: StateDirectory, content: StateContent) -> None:
 def _make_table(state: StateDirectory, content: TableContent) -> Table:
     old = state.tables.get(content.name)
     generation = 0 if old is None else old.generation + 1
-    file = state.path / table_file_name(content.name, generation)
+    file = new_file(state.path, content.name, state.storage.layout, generation)
     backend = make_backend(file, content.rows, content.stored or content.schema, state.storage)
     table = Table(
         content.name,
@@ -125,4 +126,4 @@ def _write_block(table: Table, first: int, records: Records) -> None:
 def _remove(state: StateDirectory, table: Table) -> None:
     with contextlib.suppress(OSError):
         table.backend.close()
-    remove_table_file(state.path / table_file_name(table.name, table.generation))
+    remove_table_file(file_of(state.path, table))

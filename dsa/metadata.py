@@ -39,8 +39,8 @@ FORMAT_VERSION: Final = 3
 
 METADATA_NAME: Final = "dsa.json"
 DURABILITIES: Final = ("process", "power", "none")
-_TABLE_SUFFIX: Final = ".dsa"
-_TABLE_NAME: Final = re.compile(r"[a-z0-9_-]{0,40}-[0-9a-f]{16}(\.[0-9]+)?\.dsa")
+_SUFFIXES: Final = {"memmap": ".dsa", "zarr": ".zarr"}
+_TABLE_NAME: Final = re.compile(r"[a-z0-9_-]{0,40}-[0-9a-f]{16}(\.[0-9]+)?\.(dsa|zarr)")
 _STATUSES: Final = ("creating", "open", "closed")
 
 
@@ -72,7 +72,7 @@ class Metadata:
     exports: dict[str, int] = field(default_factory=dict)
 
 
-def table_file_name(name: str, generation: int = 0) -> str:
+def table_file_name(name: str, generation: int = 0, kind: str = "memmap") -> str:
     """Return a file name for a table of any name: distinct on every file system and inside the directory.
 
     The readable part is a hint for people; the hash of the true name makes it unique, so that ``a.b``,
@@ -82,18 +82,24 @@ def table_file_name(name: str, generation: int = 0) -> str:
         name: The table's.
         generation: How often its file was replaced as a whole: the new one lies beside the old one until the
             description names it.
+        kind: That of its backend, ``"memmap"`` or ``"zarr"``, whose file is a directory.
+
+    Raises:
+        ValueError: the kind is not known.
 
     Example:
         >>> table_file_name("enc.emb"), table_file_name("enc.emb", 2)
         ('enc_emb-2c202679713f42b7.dsa', 'enc_emb-2c202679713f42b7.2.dsa')
     """
+    if kind not in _SUFFIXES:
+        raise ValueError(f"the kind {kind!r} is not one of a backend's: use one of {sorted(_SUFFIXES)}")
     readable = re.sub(r"[^a-z0-9_-]", "_", name.lower().encode("ascii", "replace").decode())[:40]
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return f"{readable}-{digest}{f'.{generation}' if generation else ''}{_TABLE_SUFFIX}"
+    return f"{readable}-{digest}{f'.{generation}' if generation else ''}{_SUFFIXES[kind]}"
 
 
 def owned_files(directory: Path) -> list[Path]:
-    """Return the table files in a directory that dsa has made, by their names."""
+    """Return the table files in a directory that dsa has made, by their names; some are directories."""
     return sorted(path for path in directory.iterdir() if _TABLE_NAME.fullmatch(path.name))
 
 
@@ -170,8 +176,9 @@ def _is_table(table: Any) -> bool:  # noqa: ANN401 - JSON is untyped until it ha
     backend = table.get("backend")
     if not known or not isinstance(backend, dict):
         return False
+    numbers = ("rows",) if backend.get("kind") == "zarr" else ("rows", "stride")
     return isinstance(backend.get("schema"), dict) and all(
-        isinstance(backend.get(key), int) for key in ("rows", "stride")
+        isinstance(backend.get(key), int) for key in numbers
     )
 
 

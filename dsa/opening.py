@@ -242,5 +242,7 @@ def _replace(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage
 
 
 def _occupied(file: Path) -> int:
+    if file.is_dir():
+        return sum(_occupied(each) for each in file.rglob("*") if each.is_file())
     status = file.stat()
     return int(getattr(status, "st_blocks", -(-status.st_size // 512))) * 512

@@ -13,6 +13,7 @@ import torch
 
 from dsa import maintenance
 from dsa.arguments import (
+    DEFAULT_BACKEND,
     Params,
     checked_updates,
     curvatures_of,
@@ -24,7 +25,7 @@ from dsa.arguments import (
     table_spec,
     wanted_curvatures,
 )
-from dsa.backends.memmap import Allocate, Memmap
+from dsa.backends.mapping import Allocate
 from dsa.coalesce import as_gradient, as_rows, coalesce
 from dsa.conventions import (
     AdamOptions,
@@ -41,7 +42,7 @@ from dsa.portable import Portable
 from dsa.prefetch import Prefetcher
 from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
-from dsa.storage import Durability, Queue, StorageChoice
+from dsa.storage import Durability, Layout, Queue, StorageChoice
 from dsa.table import Table, read_weights, stamp_of
 from dsa.tensors import ArrayLike, to_array
 from dsa.update import compute_update
@@ -85,9 +86,13 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         retain_params: Keep the source tensors in ``param_groups[0]["params"]``; otherwise empty placeholders
             stand there and the tensors can be freed.
         init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius, in (0, 1].
-        backend: ``"memmap"``, or `dsa.backends.Memmap` with a layout of your own.
+        backend: Where the rows live. ``"memmap"`` is the fastest; `dsa.backends.Memmap` gives it a layout of
+            your own. ``"zarr"`` is a Zarr group that other programs can read while training runs;
+            `dsa.backends.Zarr` with ``compression="zstd"`` saves disk, at ten to hundreds of times the cost
+            of a step. Left out where there is state, the backend is the state's, which can't be changed.
         allocate: ``"reserve"`` takes the whole disk space now; ``"sparse"`` takes it as rows are first
-            written, and a full disk then kills the process.
+            written, and a full disk then kills the process. Compressed shards take it as they are written,
+            and a full disk is an error.
         durability: ``"process"``: a step that has returned survives the death of the process (kill -9, out of
             memory). ``"power"``: it also survives a loss of power, at the cost of waiting for the disk in
             every step. ``"none"``: no journal; a step that is under way when the process dies may be torn.
@@ -134,7 +139,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         retain_params: bool = False,
         init_max_norm_fraction: float = 0.5,
         *,
-        backend: str | Memmap = "memmap",
+        backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate = "reserve",
         durability: Durability = "process",
         async_writes: bool = False,
@@ -180,7 +185,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         held = [held_tensor(source, retain_params) for source in sources.values()]
         queue = Queue(max_queue_size, put_timeout)
         chosen = queue if async_writes else None
-        storage = StorageChoice(allocate, layout_of_backend(backend).stride, durability, chosen).complete()
+        storage = StorageChoice(allocate, layout_of_backend(backend), durability, chosen).complete()
         self._state = open_state(disk_dir, specs, resume, storage)
         defaults = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": held, "names": list(sources)}], defaults)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dsa import system
-from dsa.backends.memmap import choose_stride
 from dsa.content import TableContent
 from dsa.creation import JOURNAL_NAME, start
 from dsa.errors import StateCorruptError, StateMismatchError, StateWarning
@@ -22,7 +22,7 @@ from dsa.schema import Schema
 from dsa.state import StateDirectory, apply_entry
 from dsa.storage import Storage, TableSpec
 from dsa.table import Table
-from dsa.table_files import open_backend, sweep
+from dsa.table_files import drain_backend, match_kind, match_layout, open_backend, stored_layout, sweep
 
 __all__ = ["continue_state", "match_content", "match_table", "warn_of_curvature"]
 
@@ -58,10 +58,14 @@ def continue_state(
     for spec in specs:
         if spec.name in by_name:
             _match_table(path, spec, by_name[spec.name], storage)
+    for name, description in by_name.items():
+        match_kind(name, description["backend"], storage.backend)
+    if storage.backend is None and stored.tables:
+        storage = replace(storage, backend=stored_layout(stored.tables[0]))
     with contextlib.ExitStack() as opened:
         tables: list[Table] = []
         for name, description in by_name.items():
-            tables.append(_open_table(path, name, description))
+            tables.append(_open_table(path, name, description, storage))
             opened.callback(tables[-1].backend.close)
         if stored.status == "open":
             _recover(path, stored, tables, last_step)
@@ -99,6 +103,8 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: i
     journal = Journal.open(path / JOURNAL_NAME, stored.identity, durable=False)
     try:
         _replay(journal, stored, tables, last_step)
+        for table in tables:
+            drain_backend(table.backend)
     finally:
         journal.close(remove=False)
     if stored.durability == "power":
@@ -139,7 +145,7 @@ def _match_names(path: Path, specs: Sequence[TableSpec], by_name: dict[str, dict
         )
 
 
-def _open_table(path: Path, name: str, stored: dict[str, Any]) -> Table:
+def _open_table(path: Path, name: str, stored: dict[str, Any], storage: Storage) -> Table:
     try:
         fraction, steps, second_moment = (
             stored["init_max_norm_fraction"],
@@ -148,7 +154,7 @@ def _open_table(path: Path, name: str, stored: dict[str, Any]) -> Table:
         )
         return Table(
             name,
-            open_backend(path, name, stored),
+            open_backend(path, name, stored, storage),
             None if stored["init"] is None else from_json(stored["init"]),
             str(second_moment),
             float(fraction),
@@ -198,17 +204,9 @@ def _match_table(path: Path, spec: TableSpec, stored: dict[str, Any], storage: S
     schema = Schema.from_json(description.get("schema"))
     try:
         _match(description["rows"], schema, str(stored.get("second_moment")), spec)
-        _match_stride(description.get("stride"), spec, storage)
+        match_layout(spec.name, spec.source.rows, schema, description, storage.backend)
     except StateMismatchError as error:
         raise StateMismatchError(f"in {str(path)!r}, {error}") from None
-
-
-def _match_stride(stored: object, spec: TableSpec, storage: Storage) -> None:
-    if storage.stride is not None and choose_stride(spec.schema.dtype.itemsize, storage.stride) != stored:
-        raise StateMismatchError(
-            f"table {spec.name!r} is stored with a stride of {stored} bytes, which stride={storage.stride!r} "
-            "is not: leave the stride out"
-        )
 
 
 def _match(rows: int, schema: Schema, second_moment: str, spec: TableSpec) -> None:

@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Final, NamedTuple
+from typing import Final
 
 from dsa.creation import add_table
 from dsa.errors import StateWarning
@@ -18,19 +18,14 @@ from dsa.notices import notify
 from dsa.opening import open_state
 from dsa.recovery import match_table, warn_of_curvature
 from dsa.state import StateDirectory
-from dsa.storage import Storage, StorageChoice, TableSpec
+from dsa.storage import StorageChoice, TableSpec, is_part_of
 from dsa.table import Table
 
 __all__ = ["check_choice", "check_resume", "join_tables"]
 
 
-class _Opening(NamedTuple):
-    resume: bool | None
-    storage: Storage
-
-
 _SHARED: Final[weakref.WeakValueDictionary[str, StateDirectory]] = weakref.WeakValueDictionary()
-_OPENINGS: Final[weakref.WeakKeyDictionary[StateDirectory, _Opening]] = weakref.WeakKeyDictionary()
+_RESUMES: Final[weakref.WeakKeyDictionary[StateDirectory, bool | None]] = weakref.WeakKeyDictionary()
 
 
 def join_tables(
@@ -59,10 +54,9 @@ def join_tables(
     path = os.path.realpath(directory)
     state = _SHARED.get(path)
     if state is None or not state.is_open:
-        storage = choice.complete()
-        state = open_state(directory, specs, resume, storage, exact=False)
+        state = open_state(directory, specs, resume, choice.complete(), exact=False)
         _SHARED[path] = state
-        _OPENINGS[state] = _Opening(resume, storage)
+        _RESUMES[state] = resume
         try:
             return state, _claim(state, specs, user)
         except BaseException:
@@ -79,7 +73,7 @@ def check_resume(state: StateDirectory, resume: bool | None) -> None:
     Raises:
         ValueError: it differs.
     """
-    opened = _OPENINGS[state].resume
+    opened = _RESUMES[state]
     if resume != opened:
         raise ValueError(
             f"resume={resume!r} differs from resume={opened!r}, with which {str(state.path)!r} was opened: "
@@ -93,10 +87,11 @@ def check_choice(state: StateDirectory, choice: StorageChoice) -> None:
     Raises:
         ValueError: one differs.
     """
-    storage = _OPENINGS[state].storage
     for field in fields(choice):
-        value, opened = getattr(choice, field.name), getattr(storage, field.name)
-        if value is not None and value != opened:
+        value, opened = getattr(choice, field.name), getattr(state.storage, field.name)
+        if value is None or (field.name == "backend" and is_part_of(value, opened)):
+            continue
+        if value != opened:
             raise ValueError(
                 f"{field.name}={value!r} differs from {opened!r}, with which {str(state.path)!r} was opened: "
                 "whoever opens a directory chooses; leave it out"
@@ -123,11 +118,10 @@ def _table(state: StateDirectory, spec: TableSpec) -> Table:
         match_table(table, spec)
         warn_of_curvature(table, spec)
         return table
-    opening = _OPENINGS[state]
-    if opening.resume:
+    if _RESUMES[state]:
         notify(
             f"the state in {str(state.path)!r} holds no table {spec.name!r} but {sorted(state.tables)}: a "
             "new one is made; if that is not meant, check the name",
             StateWarning,
         )
-    return add_table(state, spec, opening.storage)
+    return add_table(state, spec, state.storage)

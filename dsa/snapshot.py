@@ -26,6 +26,7 @@ __all__ = ["Snapshot"]
 
 _HELD_BYTES: Final = 256 << 20
 _PARTS: Final = 32
+_SAMPLED_ROWS: Final = 1024
 
 
 @final
@@ -169,6 +170,7 @@ class Snapshot:
             table.init_max_norm_fraction,
             table.initializer,
             stored if held else None,
+            lambda: _touched_share(table),
         )
 
     def _blocks(self, table: Table) -> Iterator[tuple[int, Records]]:
@@ -187,6 +189,11 @@ class Snapshot:
                 self._held -= aside.pass_block(first, records)
                 self._changed.notify_all()
             yield first, records
+
+
+def _touched_share(table: Table) -> float:
+    rows = np.unique(np.linspace(0, len(table) - 1, _SAMPLED_ROWS).astype(np.int64))
+    return float(np.mean(table.backend.read(rows)["s"] != 0))
 
 
 def _joined(table: Table, rows: Rows, records: Records) -> Records:

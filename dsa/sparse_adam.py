@@ -14,13 +14,14 @@ import torch
 
 from dsa import maintenance
 from dsa.arguments import (
+    DEFAULT_BACKEND,
     ParamGroups,
     dialect_of,
     layout_of_backend,
     named_groups,
     named_table,
 )
-from dsa.backends.memmap import Allocate, Memmap
+from dsa.backends.mapping import Allocate
 from dsa.coalesce import as_gradient, as_rows, coalesce
 from dsa.conventions import AdamOptions, BiasCorrection, Convention, SecondMoment, VTransport, WeightDecayMode
 from dsa.disk_parameter import DiskParameter
@@ -38,7 +39,7 @@ from dsa.resident import put_rows, take_rows
 from dsa.schema import Rows
 from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
-from dsa.storage import Durability, Queue, StorageChoice
+from dsa.storage import Durability, Layout, Queue, StorageChoice
 from dsa.table import Table
 from dsa.tensors import to_array
 from dsa.update import compute_update
@@ -95,7 +96,8 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         max_step: Longest step on a ball in hyperbolic units, or None.
         resume: None refuses to guess when there is state in `state_dir`; True continues it; False replaces
             it, with a warning.
-        backend: ``"memmap"`` or `dsa.backends.Memmap`.
+        backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap` or `dsa.backends.Zarr`, see
+            `DiskSparseRiemannianAdam`.
         allocate: ``"reserve"`` or ``"sparse"``.
         durability: ``"process"``, ``"power"`` or ``"none"``.
         async_writes: Write in a thread.
@@ -132,7 +134,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         v_transport: VTransport = "tensor",
         max_step: float | None = None,
         resume: bool | None = None,
-        backend: str | Memmap = "memmap",
+        backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate | None = None,
         durability: Durability | None = None,
         async_writes: bool = False,
@@ -149,9 +151,8 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
             v_transport=v_transport,
             max_step=max_step,
         )
-        choice = StorageChoice(
-            allocate, layout_of_backend(backend).stride, durability, Queue() if async_writes else None
-        )
+        queue = Queue() if async_writes else None
+        choice = StorageChoice(allocate, layout_of_backend(backend), durability, queue)
         self._registry = Registry(state_dir, resume, choice, second_moment)
         self._state: StateDirectory | None = None
         self._tables: dict[torch.Tensor, Table] = {}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, final
 
-from dsa.backends.memmap import Allocate, Stride
+from dsa.backends.mapping import Allocate
+from dsa.backends.memmap import Memmap
+from dsa.backends.zarr import Zarr
+from dsa.backends.zarr_compressed import OVERLAY_BYTES
 from dsa.init import FromArray, Initializer
 from dsa.metadata import DURABILITIES
 from dsa.schema import Schema
 
-__all__ = ["Durability", "Queue", "Storage", "StorageChoice", "TableSpec"]
+__all__ = ["Durability", "Layout", "Queue", "Storage", "StorageChoice", "TableSpec", "is_part_of"]
+
+Layout = Memmap | Zarr
+"""Which backend keeps the records, and how."""
 
 Durability = Literal["process", "power", "none"]
 
@@ -66,16 +72,40 @@ class Storage:
 
     Args:
         allocate: ``"reserve"`` or ``"sparse"``, see `MemmapBackend.create`.
-        stride: None for the rule, ``"packed"``, ``"page"``, or bytes.
+        backend: The backend of new tables; None is memmap, or what the state has already.
         queue: How writes are queued for a thread; None writes them in the step.
         durability: ``"process"``: a step that has returned survives the process. ``"power"``: it survives a
             loss of power. ``"none"``: no journal; a killed process may leave a torn step behind.
     """
 
     allocate: Allocate = "reserve"
-    stride: Stride = None
+    backend: Layout | None = None
     durability: Durability = "process"
     queue: Queue | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The backend of new tables."""
+        return Memmap() if self.backend is None else self.backend
+
+    @property
+    def overlay_bytes(self) -> int:
+        """Bytes of new records that are collected before they are written; 0 when they are not."""
+        layout = self.layout
+        if isinstance(layout, Memmap) or layout.compression is None:
+            return 0
+        return layout.overlay_bytes or OVERLAY_BYTES
+
+
+def is_part_of(asked: Layout, opened: Layout | None) -> bool:
+    """Tell whether a layout asks for nothing but what another one, memmap when None, is."""
+    whole = Memmap() if opened is None else opened
+    if type(asked) is not type(whole):
+        return False
+    if isinstance(asked, Zarr) and isinstance(whole, Zarr) and asked.compression != whole.compression:
+        return False
+    options = [each.name for each in fields(asked)]
+    return all(getattr(asked, name) in (None, getattr(whole, name)) for name in options)
 
 
 @final
@@ -85,13 +115,13 @@ class StorageChoice:
 
     Args:
         allocate: See `Storage`; likewise the others.
-        stride: See `Storage`.
+        backend: See `Storage`.
         durability: See `Storage`.
         queue: See `Storage`.
     """
 
     allocate: Allocate | None = None
-    stride: Stride = None
+    backend: Layout | None = None
     durability: Durability | None = None
     queue: Queue | None = None
 
@@ -105,4 +135,4 @@ class StorageChoice:
             raise ValueError(f"durability={self.durability!r} is not known: use one of {DURABILITIES}")
         if self.allocate not in (None, "reserve", "sparse"):
             raise ValueError(f"allocate={self.allocate!r} is not known: use 'reserve' or 'sparse'")
-        return Storage(self.allocate or "reserve", self.stride, self.durability or "process", self.queue)
+        return Storage(self.allocate or "reserve", self.backend, self.durability or "process", self.queue)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
@@ -23,11 +23,12 @@ from dsa.checkpoint import (
 from dsa.checkpoint.export import ExportOptions
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.content import StateContent, TableContent
+from dsa.creation import JOURNAL_NAME
 from dsa.errors import StateExistsError, StateMismatchError, StateWarning
 from dsa.installation import install_content
 from dsa.legacy import Curvatures, Shapes, find_legacy, read_legacy
 from dsa.maintenance import finish_change
-from dsa.metadata import read_metadata
+from dsa.metadata import METADATA_NAME, read_metadata
 from dsa.notices import notify
 from dsa.opening import migrate_directory, open_state
 from dsa.schema import Records
@@ -39,6 +40,7 @@ from dsa.table import Table
 __all__ = [
     "Compression",
     "export_directory",
+    "export_directory_weights",
     "export_state",
     "export_weights",
     "import_state",
@@ -153,14 +155,15 @@ def restore(
         DiskSpaceError: there is no room.
     """
     content = open_content(url, base=base, verify=verify, storage_options=storage_options).content
-    total = sum(table.rows * table.schema.dtype.itemsize for table in content.tables)
-    with metered(progress, total, "import") as advance:
-        tables = tuple(_watched(each, advance, None) for each in content.tables)
-        make_state(directory, replace(content, tables=tables), (storage or StorageChoice()).complete())
+    _make_metered(directory, content, (storage or StorageChoice()).complete(), progress, "import")
 
 
 def export_directory(
-    directory: str | os.PathLike[str], url: str | os.PathLike[str], **options: Unpack[ExportOptions]
+    directory: str | os.PathLike[str],
+    url: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    **options: Unpack[ExportOptions],
 ) -> str:
     """Write a checkpoint of a state directory that nobody has open.
 
@@ -169,6 +172,7 @@ def export_directory(
     Args:
         directory: The state directory.
         url: Where to; see `dsa.checkpoint.write_checkpoint`, whose options follow.
+        base: A full checkpoint of this state: only what has changed since is written.
         options: Those options.
 
     Returns:
@@ -178,11 +182,41 @@ def export_directory(
         StateNotFoundError: there is no state in the directory.
         StateLockedError: another process has it open: export from there.
     """
+    with _opened(directory) as state:
+        return export_state(state, url, base=base, **options)
+
+
+def export_directory_weights(
+    directory: str | os.PathLike[str], url: str | os.PathLike[str], **options: Unpack[ExportOptions]
+) -> str:
+    """Write the weights of a state directory that nobody has open.
+
+    Args:
+        directory: The state directory.
+        url: Where to: a file that ends in ``.safetensors``, or a Zarr group; see
+            `dsa.checkpoint.write_weights`.
+        options: Those of `dsa.checkpoint.write_weights`.
+
+    Returns:
+        The path or the URL.
+
+    Raises:
+        StateNotFoundError: there is no state in the directory.
+        StateLockedError: another process has it open: export from there.
+        CheckpointMismatchError: the weights of a table are a module's parameter, and not in the directory.
+    """
+    with _opened(directory) as state:
+        return export_weights(state, url, **options)
+
+
+@contextmanager
+def _opened(directory: str | os.PathLike[str]) -> Iterator[StateDirectory]:
+    """Open a state directory as it is, and close it at the end."""
     stored = read_metadata(Path(directory)) if Path(directory).is_dir() else None
     durability = None if stored is None else cast("Durability", stored.durability)  # checked when read
     state = open_state(directory, [], True, StorageChoice(durability=durability).complete(), exact=False)
     try:
-        return export_state(state, url, **options)
+        yield state
     finally:
         state.close()
 
@@ -194,6 +228,7 @@ def migrate(
     shapes: Shapes | None = None,
     k: Curvatures | None = None,
     storage: StorageChoice | None = None,
+    progress: Progress = False,
 ) -> None:
     """Bring state of release 0.1.0, 0.2.0 or 0.3.0 into the form of this one.
 
@@ -206,6 +241,7 @@ def migrate(
         shapes: ``{name: (rows, dim)}``; release 0.1.0 did not record them.
         k: Curvature magnitude, one or ``{name: k}``, for releases that did not record it.
         storage: How to store the state.
+        progress: True for a bar, or a function of the bytes done and their total; with a new directory only.
 
     Raises:
         StateNotFoundError: no older release left anything there.
@@ -215,14 +251,27 @@ def migrate(
     """
     chosen = (storage or StorageChoice()).complete()
     if directory is not None:
-        make_state(directory, read_legacy(source, shapes, k=k), chosen)
+        _make_metered(directory, read_legacy(source, shapes, k=k), chosen, progress, "migrate")
         return
     if find_legacy(source) == "0.3.0 checkpoint":
         raise ValueError(
             f"{str(source)!r} is a checkpoint, which stays as it is: pass a directory for the state made of "
             "it"
         )
+    if progress:
+        raise ValueError(
+            f"progress={progress!r} is for a migration into a new directory: leave it out, or pass one"
+        )
     migrate_directory(source, chosen, shapes, k)
+
+
+def _make_metered(
+    directory: str | os.PathLike[str], content: StateContent, storage: Storage, progress: Progress, what: str
+) -> None:
+    total = sum(table.rows * table.schema.dtype.itemsize for table in content.tables)
+    with metered(progress, total, what) as advance:
+        tables = tuple(_watched(each, advance, None) for each in content.tables)
+        make_state(directory, replace(content, tables=tables), storage)
 
 
 def make_state(directory: str | os.PathLike[str], content: StateContent, storage: Storage) -> None:
@@ -234,14 +283,37 @@ def make_state(directory: str | os.PathLike[str], content: StateContent, storage
             f"{str(path)!r} already holds state at step {stored.global_step}: choose another directory, or "
             "open it and call import_checkpoint, which replaces what it holds"
         )
+    made = [each for each in (path.absolute(), *path.absolute().parents) if not each.exists()]
+    was_empty = bool(made) or not any(path.iterdir())
     state = open_state(path, [], None if stored is None else True, storage, exact=False)
     try:
         # A table without its weights stays one: they are a parameter's, which isn't here.
         install_content(state, content)
     except BaseException:
-        state.close()
+        if stored is None and state.is_open and not state.tables:
+            _unmake(state, made, was_empty)
+        else:
+            state.close()
         raise
     state.close()
+
+
+def _unmake(state: StateDirectory, made: Sequence[Path], was_empty: bool) -> None:
+    """Remove a new state without tables.
+
+    Args:
+        state: The state.
+        made: The directories that were made for it, the innermost first.
+        was_empty: Whether nothing was in its directory before.
+    """
+    names = [METADATA_NAME, JOURNAL_NAME, *(["dsa.lock"] if was_empty else [])]
+    for name in names:  # as long as the lock is held: nobody else makes a state there meanwhile
+        with suppress(OSError):
+            (state.path / name).unlink()
+    state.abandon()
+    for each in made:
+        with suppress(OSError):
+            each.rmdir()
 
 
 def _held_names(state: StateDirectory) -> list[str]:

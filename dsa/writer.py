@@ -48,6 +48,10 @@ class WriteBehind:
     `write` takes ownership of its array. The queue is bounded; when it stays full for `put_timeout` the
     caller writes the oldest batches itself, in order, before its own is queued.
 
+    For a backend that writes many rows at little more cost than a few there is `collect_bytes`: batches wait
+    until they take that many bytes together, however many they are, and all are written at once, by the
+    thread or, without one, by the `write` that filled the measure.
+
     An error of the thread stops it. The batch is kept; the error is raised from the next `read` or `write`
     and from `flush`, `drain` and `close`, and the last three first try again.
 
@@ -58,6 +62,8 @@ class WriteBehind:
         backend: Where the records go; owned from here on.
         max_queue_size: Batches that may wait, >= 1.
         put_timeout: Seconds to wait for room, >= 0.
+        collect_bytes: Bytes of records that are collected before they are written, >= 0.
+        threaded: Whether a thread writes; without one, batches are collected.
 
     Example:
         >>> from dsa.backends.memory import MemoryBackend
@@ -71,13 +77,27 @@ class WriteBehind:
         >>> backend.close()
     """
 
-    def __init__(self, backend: StateBackend, *, max_queue_size: int = 150, put_timeout: float = 5.0) -> None:
+    def __init__(
+        self,
+        backend: StateBackend,
+        *,
+        max_queue_size: int = 150,
+        put_timeout: float = 5.0,
+        collect_bytes: int = 0,
+        threaded: bool = True,
+    ) -> None:
         if max_queue_size < 1:
             raise ValueError(f"max_queue_size={max_queue_size!r} is out of range: pass at least 1")
+        if collect_bytes < 0 or (collect_bytes == 0 and not threaded):
+            raise ValueError(
+                f"collect_bytes={collect_bytes!r} is out of range: pass at least 0, or 1 without a thread"
+            )
         if not put_timeout >= 0.0:
             raise ValueError(f"put_timeout={put_timeout!r} is out of range: pass a number of seconds >= 0")
         self._backend = backend
         self._limit = max_queue_size
+        self._collected = collect_bytes
+        self._threaded = threaded
         self._timeout = min(put_timeout, threading.TIMEOUT_MAX)
         # The lock itself is taken by with statements: a signal can't be handled between that and the block,
         # as it can in a condition's Python code.
@@ -141,20 +161,25 @@ class WriteBehind:
         """Queue the records of `rows`, taking ownership of the array.
 
         Raises:
-            OSError: an earlier write has failed, or writing to make room did. Nothing is queued.
+            OSError: an earlier write has failed, or writing to make room did. Nothing is queued. Without a
+                thread, writing what was collected may fail too: the batch is then queued with the others.
         """
         self._require_running()
         if len(rows) == 0:
             return
-        self._make_room()
+        if self._threaded:
+            self._make_room()
         with self._lock:
             batch = _Batch(self._next_value, rows, records)
             self._next_value += len(rows)
             # An interrupt may fall between any two of these: what the index knows is always in the queue.
             self._queue.append(batch)
             self._index.put(rows, batch.first_value)
-            self._start_thread()
+            if self._threaded:
+                self._start_thread()
             self._changed.notify_all()
+        if not self._threaded and _bytes_of(self._queue) >= self._collected:
+            self._write_oldest()
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, queued records included."""
@@ -248,10 +273,12 @@ class WriteBehind:
             self._fall_back()
 
     def _has_room(self) -> bool:
+        if self._collected:
+            return _bytes_of(self._queue[self._taken :]) < self._collected
         return len(self._queue) - self._taken < self._limit
 
     def _fall_back(self) -> None:
-        if self.sync_fallbacks == 0:
+        if self.sync_fallbacks == 0 and not self._collected:
             notify(
                 f"the write queue stayed full ({self._limit} batches) for {self._timeout:g} s, so that a "
                 "step writes them itself: the disk is slower than training; raise max_queue_size to absorb "
@@ -265,7 +292,8 @@ class WriteBehind:
         """Write the batches that have waited longest, in order and one at a time, whoever calls this."""
         with self._writing:
             with self._lock:
-                self._taken = min(len(self._queue), _MERGED_BATCHES)
+                count = len(self._queue)
+                self._taken = count if self._collected else min(count, _MERGED_BATCHES)
                 batches = self._queue[: self._taken]
             if not batches:
                 return
@@ -293,7 +321,7 @@ class WriteBehind:
             weakref.finalize(self, _wake, self._changed, self._process)
 
     def _has_work(self) -> bool:
-        return bool(self._queue) and self._error is None
+        return bool(self._queue) and _bytes_of(self._queue) >= self._collected and self._error is None
 
     def _require_running(self) -> None:
         self._require_process()
@@ -329,6 +357,10 @@ def _wake(lock: threading.Condition, process: int) -> None:
         return  # a thread of the parent may have held the lock when the child was made
     with lock:
         lock.notify_all()
+
+
+def _bytes_of(batches: list[_Batch]) -> int:
+    return sum(batch.records.nbytes for batch in batches)
 
 
 def _merged(batches: list[_Batch]) -> tuple[Rows, Records]:

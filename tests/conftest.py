@@ -1,14 +1,19 @@
 """Hypothesis profiles, and a cache of compiled kernels that belongs to the sources as they are.
 
+Helpers beside the tests are importable, whatever directory pytest was started in.
+
 The profile `ci` is the same on every run, `deep` looks longer (HYPOTHESIS_PROFILE=deep).
 """
 
 import hashlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile("deep", deadline=None, max_examples=2_000, print_blob=True)

@@ -8,17 +8,21 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
 
 import dsa
 from dsa import cli
-from dsa.errors import DiskSpaceError, StateExistsError
+from dsa.commands.wording import in_options
+from dsa.errors import DiskSpaceError, StateExistsError, StateWarning
+from dsa.notices import notify
 
 ROOT = Path(dsa.__file__).parents[1]
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
-COMMANDS = ["demo", "bench"]
+COMMANDS = list(cli.COMMANDS)
+OLD = ["demo", "bench"]
 
 
 def run(*arguments, **options):
@@ -47,9 +51,25 @@ def command(monkeypatch):
 
     def replace(function):
         for name in COMMANDS:
-            monkeypatch.setattr(getattr(cli, name), "run", function)
+            monkeypatch.setattr(f"{cli.COMMANDS[name].module}.run", function)
 
     return replace
+
+
+# Arguments with which each command can be called.
+ARGUMENTS = {
+    "demo": [],
+    "bench": [],
+    "estimate": ["1000", "8"],
+    "inspect": ["x"],
+    "verify": ["x"],
+    "export": ["x", "y"],
+    "import": ["x", "y"],
+    "copy": ["x", "y"],
+    "diff": ["x", "y"],
+    "migrate": ["x"],
+    "flatten": ["x", "y"],
+}
 
 
 def test_version(capsys):
@@ -77,7 +97,7 @@ def test_every_option_of_a_command_is_explained(capsys, name):
     code, out, err = leave(capsys, name, "--help")
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: dsa {name}")
-    for action in cli._parser()._subparsers._group_actions[0].choices[name]._actions:
+    for action in cli._parser(name)._subparsers._group_actions[0].choices[name]._actions:
         assert action.help, f"{name} {action.dest} has no help"
 
 
@@ -113,11 +133,60 @@ def test_errors_become_a_message_and_an_exit_code(capsys, command, name, error):
         raise error
 
     command(fail)
-    assert cli.main([name]) == 1
-    assert capsys.readouterr() == ("", f"dsa {name}: {error}\n")
+    assert cli.main([name, *ARGUMENTS[name]]) == (1 if name in OLD else 2)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"dsa {name}: {in_options(str(error))}\n")
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("x"), KeyboardInterrupt(), AssertionError()])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_is_a_line_and_an_exit_code(capsys, command, name):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    command(interrupt)
+    assert cli.main([name, *ARGUMENTS[name]]) == 130
+    assert capsys.readouterr() == ("", f"dsa {name}: interrupted\n")
+
+
+def test_warnings_are_lines(capsys, command):
+    def warn(_):
+        notify("the state was migrated:\n  look at it", StateWarning)
+        return 0
+
+    command(warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.main(["demo"]) == 0
+    assert capsys.readouterr() == ("", "dsa demo: warning: the state was migrated: look at it\n")
+    assert warnings.showwarning.__module__ != "dsa.cli"
+
+
+class NoCredentialsError(Exception):
+    """As libraries beneath fsspec raise them."""
+
+
+def test_errors_of_a_store_have_no_traceback(capsys, command):
+    def fail(_):
+        raise NoCredentialsError("Unable to locate credentials")
+
+    command(fail)
+    assert cli.main(["verify", "s3://bucket/x"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "dsa verify: NoCredentialsError: Unable to locate credentials\n",
+    )
+
+
+def test_a_missing_package_is_an_error(capsys, command):
+    def fail(_):
+        raise ImportError("Install s3fs to access S3")
+
+    command(fail)
+    assert cli.main(["verify", "s3://bucket/x"]) == 2
+    assert capsys.readouterr().err == "dsa verify: Install s3fs to access S3\n"
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("x"), AssertionError()])
 def test_faults_of_the_program_keep_their_traceback(command, error):
     def fail(_):
         raise error
@@ -130,8 +199,8 @@ def test_faults_of_the_program_keep_their_traceback(command, error):
 @pytest.mark.parametrize("code", [0, 1, 3])
 def test_the_exit_code_is_the_commands(command, code):
     command(lambda _: code)
-    assert cli.main(["demo"]) == code
-    assert cli.main(["bench"]) == code
+    for name in COMMANDS:
+        assert cli.main([name, *ARGUMENTS[name]]) == code
 
 
 def test_arguments_come_from_the_command_line(monkeypatch, command, capsys):
@@ -156,3 +225,36 @@ def test_the_script_of_the_wheel_is_this_function():
     project = tomllib.loads(PROJECT.read_text())["project"]
     module, function = project["scripts"]["dsa"].split(":")
     assert getattr(sys.modules[module], function) is cli.main
+
+
+HEAVY = ("torch", "numba", "numpy", "zarr", "fsspec", "rich", "tqdm", "matplotlib")
+
+
+@pytest.mark.parametrize("name", [None, *(name for name in COMMANDS if name not in OLD)])
+def test_help_waits_for_nothing(name):
+    """No library that takes time to import is imported."""
+    given = ["--help"] if name is None else [name, "--help"]
+    code = (
+        "import sys; from dsa.cli import main\n"
+        f"try: main({given!r})\n"
+        f"finally: print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("it exists: pass overwrite=True, or another", "it exists: pass --overwrite, or another"),
+        ("it is not there: pass base= with the place", "it is not there: pass --base with the place"),
+        ("no delta: leave base= out", "no delta: leave --base out"),
+        ("as shapes={'emb': (rows, dim)} with", "as --shape emb=ROWSxDIM with"),
+        ("flatten it, with dsa.flatten_checkpoint", "flatten it, with dsa flatten"),
+        ("convert it with dsa.migrate", "convert it with dsa migrate"),
+        ("or pass allocate='sparse' if", "or pass --allocate sparse if"),
+        ("two\n  lines", "two lines"),
+    ],
+)
+def test_messages_speak_of_options(message, words):
+    assert in_options(message) == words

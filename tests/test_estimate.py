@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dsa import DiskSparseRiemannianAdam, estimate, init
-from dsa.backends import Memmap
+from dsa.backends import Memmap, Zarr
 from dsa.metadata import table_file_name
 
 
@@ -70,6 +70,7 @@ def test_the_default_layout_is_the_default():
         ((5, 0), {}, ValueError, "dim is 0"),
         ((5, 3), {"second_moment": "rows"}, ValueError, "second_moment='rows'"),
         ((5, 3), {"second_moment": None}, ValueError, "second_moment=None"),
+        ((5, 3), {"batch": 0}, ValueError, "batch=0 is out of range"),
         ((1e7, 3), {}, TypeError, None),
         ((5, 3.0), {}, TypeError, None),
         ((5, 3), {"backend": Memmap(stride=4)}, ValueError, "stride=4 can't hold records of 44 bytes"),
@@ -78,6 +79,34 @@ def test_the_default_layout_is_the_default():
 def test_what_is_refused(arguments, options, error, match):
     with pytest.raises(error, match=match):
         estimate(*arguments, **options)
+
+
+@pytest.mark.parametrize(("dim", "batch"), [(8, 64), (32, 300), (64, 2_000), (16, 6_000)])
+def test_the_journal_grows_to_the_size_estimated(tmp_path, dim, batch):
+    rows = 10_000
+    random = np.random.default_rng(0)
+    tables = {"entity": init.Zeros(rows, dim)}
+    with DiskSparseRiemannianAdam(tables, disk_dir=tmp_path, k=0.0, allocate="sparse") as optimizer:
+        for _ in range(4):
+            chosen = random.permutation(rows)[:batch]
+            optimizer.step({"entity": (chosen, np.ones((batch, dim), np.float32))})
+        size = (tmp_path / "dsa.journal").stat().st_size
+    assert estimate(rows, dim, batch=batch).journal == pytest.approx(size, abs=1_000)
+    assert estimate(100, dim, batch=10**9) == estimate(100, dim, batch=100)
+
+
+def test_the_journal_of_compressed_shards_is_their_overlay(tmp_path):
+    backend = Zarr(compression="zstd", overlay_bytes=3 << 20)
+    tables = {"entity": init.Zeros(100, 4)}
+    with DiskSparseRiemannianAdam(tables, disk_dir=tmp_path, backend=backend):
+        assert (tmp_path / "dsa.journal").stat().st_size == estimate(100, 4, backend=backend).journal
+
+
+@pytest.mark.parametrize("stride", [None, "packed", "page"])
+def test_a_record_with_its_padding(stride):
+    guess = estimate(1_000, 100, backend=Memmap(stride=stride))
+    assert guess.file - 4_096 == 1_000 * guess.record
+    assert estimate(1_000, 100, backend=Zarr()).record == 4 * (3 * 100 + 2)
 
 
 def test_counts_of_numpy_are_counts():

@@ -142,7 +142,7 @@ def test_rules_are_frozen():
         (lambda: Normal(3, 2, seed=None), TypeError, "seed is None: pass an integer"),
         (lambda: Normal(3, 2, std="1"), TypeError, "std is '1': pass a number"),
         (lambda: Normal(3, 2, std=True), TypeError, "std is True: pass a number"),
-        (lambda: Normal(3, 2, std=-0.5), ValueError, "std is -0.5: .* at least 0"),
+        (lambda: Normal(3, 2, std=-0.5), ValueError, "std is -0.5: pass a standard deviation >= 0"),
         (lambda: Normal(3, 2, std=float("nan")), ValueError, "std is nan: .* choose a finite number"),
         (lambda: Normal(3, 2, mean=float("inf")), ValueError, "mean is inf"),
         (lambda: Normal(3, 2, std=1e38), ValueError, r"std 1e\+38 overflows float32: choose smaller"),

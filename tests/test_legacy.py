@@ -416,7 +416,10 @@ def test_places_without_older_state(tmp_path):
         (foreign / name).write_text("{}")
     other = tmp_path / "other.json"
     other.write_text('{"disk_dir": "here"}')
+    listing = tmp_path / "listing.txt"
+    listing.write_text('{"files": ["/run/emb_w.dat"]}')
     for place in (
+        listing,
         tmp_path / "missing",
         tmp_path / "empty",
         foreign,
@@ -510,6 +513,7 @@ def poison(place, name, field, row, value):
     array.tofile(file)
 
 
+@pytest.mark.parametrize("row", [0, 3, 4])
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
@@ -520,14 +524,14 @@ def poison(place, name, field, row, value):
         ("0.3.0", "t", -1, "a negative count"),
     ],
 )
-def test_implausible_values(kind, field, value, message, tmp_path):
+def test_implausible_values(kind, field, value, message, row, tmp_path):
     place = copy(kind, tmp_path)
-    poison(place, "rel.b_w", field, 3, value)
+    poison(place, "rel.b_w", field, row, value)
     content = read(kind, place)
     for table in content.tables:
         if table.name == "rel.b_w":
             with pytest.raises(
-                StateCorruptError, match=rf"row 3 of table 'rel\.b_w' in .*{message}.*restore"
+                StateCorruptError, match=rf"row {row} of table 'rel\.b_w' in .*{message}.*restore"
             ):
                 list(table.blocks())
         else:
@@ -667,6 +671,8 @@ WRONG_DESCRIPTIONS = [
     ("shape", [2**62, 2**62], "is truncated for a table"),
     ("shape", [10**300, 3], "where an integer from 1"),
     ("shape", "7x3", "a list of rows and dim is expected"),
+    ("shape", "73", "a list of rows and dim is expected"),
+    ("shape", {"rows": 7, "dim": 3}, "a list of rows and dim is expected"),
     ("shape", {"rows": 7}, "a list of rows and dim is expected"),
     ("dtype", "float64", "states the dtype 'float64' where older releases stored 'float32'"),
     ("dtype", ["float32"], "states the dtype"),
@@ -709,6 +715,20 @@ def test_an_unknown_version_of_the_global_description(tmp_path):
     edit(place / "dsa_global_meta.json", lambda values: {**values, "format_version": 3})
     with pytest.raises(StateMismatchError, match=r"dsa_global_meta.json' has format version 3 where 2"):
         read_legacy(place)
+
+
+@pytest.mark.parametrize("half", [{"rows": 7}, {"num_rows": 7}, {"dim": 3}, {"embedding_dim": 3}])
+def test_half_a_shape(half, tmp_path):
+    place = copy("0.3.0", tmp_path)
+    edit(place / "entity_emb_meta.json", lambda values: {**values, "shape": None, **half})
+    with pytest.raises(StateCorruptError, match=r"entity_emb_meta.json' lacks 'shape'"):
+        read_legacy(place)
+
+
+def test_the_largest_global_step(tmp_path):
+    place = copy("0.3.0", tmp_path)
+    edit(place / "dsa_global_meta.json", lambda values: {**values, "global_step": 2**63 - 1})
+    assert read_legacy(place).global_step == 2**63 - 1
 
 
 CURVATURES = [-1.0, -1, "1", True, [1.0], 10**400, float("nan"), float("inf")]
@@ -802,6 +822,19 @@ def test_json_that_can_not_be_read(kind, name, bomb, tmp_path):
     with pytest.raises(StateCorruptError, match=name) as caught:
         read(kind, place)
     assert len(str(caught.value)) < 2_000
+
+
+def test_a_description_of_some_length(tmp_path):
+    place = copy("0.3.0", tmp_path)
+    file = place / "entity_emb_meta.json"
+    good = file.read_bytes()
+    file.write_bytes(good.ljust(1 << 20))
+    assert read_all("0.3.0", place).keys() == SHAPES.keys()
+    file.write_bytes(good.ljust((1 << 20) + 1))
+    with pytest.raises(
+        StateCorruptError, match=r"meta.json' has 1,048,577 bytes where older releases wrote less"
+    ):
+        read_legacy(place)
 
 
 @pytest.mark.parametrize("depth", [10, 100, 300, 900])

@@ -5,6 +5,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -27,7 +29,7 @@ PUBLIC = [
     "dsa.backends.memory",
     "dsa.conventions",
     "dsa.errors",
-    "dsa.estimate",
+    "dsa.estimation",
     "dsa.init",
     "dsa.manifolds",
     "dsa.optimizer",
@@ -37,7 +39,7 @@ PUBLIC = [
 
 
 def load(name):
-    """Return the module; `import dsa.estimate` would give the function that goes by this name."""
+    """Return the module of a name."""
     return importlib.import_module(name)
 
 
@@ -47,6 +49,44 @@ def source(name):
 
 def objects(name):
     return {key: getattr(load(name), key) for key in load(name).__all__}
+
+
+def test_names_are_imported_when_they_are_used():
+    """What type checkers read and what `__getattr__` does are the same."""
+    (block,) = (
+        node
+        for node in source("dsa").body
+        if isinstance(node, ast.If) and "not" not in ast.unparse(node.test)
+    )
+    told = {}
+    for node in block.body:
+        for alias in node.names:
+            told[alias.asname or alias.name] = (node.module, alias.name)
+    submodules = {name for name, home in told.items() if home[0] == "dsa"}
+    assert set(told) == set(dsa.__all__)
+    assert {name: home for name, home in told.items() if name not in submodules} == dsa._HOMES
+    for name in dsa.__all__:
+        assert getattr(dsa, name) is not None
+        assert inspect.ismodule(getattr(dsa, name)) == (name in submodules)
+    assert set(dsa.__all__) <= set(dir(dsa))
+
+
+def test_no_module_hides_a_function():
+    """An import of a submodule binds its name in the package, whatever was there."""
+    assert not {f"dsa.{name}" for name in dsa._HOMES} & set(MODULES)
+
+
+def test_importing_the_package_costs_nothing():
+    code = (
+        "import sys, dsa, dsa.errors;"
+        "print([m for m in ('torch', 'numba', 'numpy') if m in sys.modules], dsa.conventions.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\ndsa.conventions\n"
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing': use one of dsa\.__all__"):
+        _ = dsa.nothing
+    with pytest.raises(ImportError, match="nothing"):
+        from dsa import nothing  # noqa: F401
 
 
 def rank(key):
@@ -214,7 +254,7 @@ def test_annotations_can_be_looked_up(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["dsa", "dsa.conventions", "dsa.estimate", "dsa.init", "dsa.optimizer", "dsa.schema"]
+    "name", ["dsa", "dsa.conventions", "dsa.estimation", "dsa.init", "dsa.optimizer", "dsa.schema"]
 )
 def test_arguments_are_explained(name):
     """Of what users construct and call: each argument stands in the docstring of the function or class."""

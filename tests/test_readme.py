@@ -1,25 +1,18 @@
 """The README's Python blocks run, top to bottom, in an empty directory; its commands exist."""
 
 import re
-from pathlib import Path
 
 import pytest
+from pages import ROOT, run
 
 from dsa.cli import main
 
-README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-
-
-def test_the_python_blocks_run(tmp_path, monkeypatch, capsys):
+def test_the_python_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = {}
-    for number, block in enumerate(blocks("python")):
-        exec(compile(block, f"README block {number}", "exec"), namespace)
-    assert capsys.readouterr().out.split() == ["3", "2"]
+    assert run(README, "README").split() == ["3", "2", "2", "True"]
 
 
 def test_every_command_is_shown(capsys):

@@ -8,11 +8,6 @@ row of 128 elements costs 10.3 KiB of reading, with one record 5.1 KiB.
 bytes (128 elements) touches 1.37 pages on average; padding it to 2,048 would save that third and cost a third
 of the disk. ``stride="page"`` pads whatever it costs.
 
-*Cold reads.* Read-ahead is off, since it would fetch megabytes per row. While reads reach the disk, the pages
-of a whole batch are announced before the first is touched, so that the device works on many at once; once a
-batch has needed no disk, announcing stops, because two thousand system calls cost more than a warm step. The
-thread's own count of blocks read tells which it is.
-
 File: a header page (magic, checksum, JSON), then ``rows * stride`` bytes. The header repeats the description
 and carries the table's id, so that truncated, extended, swapped and foreign files are told apart from sound
 ones when the file is opened.
@@ -36,6 +31,8 @@ from typing import Any, Final, Literal, final
 import numpy as np
 
 from dsa import system
+from dsa.backends.cold_reads import ColdReads, page_runs
+from dsa.backends.mapping import Allocate, check_allocate, map_file
 from dsa.errors import StateClosedError, StateCorruptError
 from dsa.kernels.layout import Words, as_words
 from dsa.kernels.rows import gather_words, scatter_words
@@ -44,16 +41,10 @@ from dsa.schema import Records, Rows, Schema
 
 __all__ = ["Allocate", "Memmap", "MemmapBackend", "Stride", "choose_stride", "file_bytes"]
 
-Allocate = Literal["reserve", "sparse"]
 Stride = int | Literal["packed", "page"] | None
 
 _MAGIC: Final = b"dsa-table-1\n"
 _BLOCK_BYTES: Final = 4 << 20
-_SECTOR: Final = 512
-_IDLE_HINTS: Final = 16
-"""While everything announced is in memory already, so many hints out of as many plus one are not passed
-on.
-"""
 
 
 @final
@@ -137,10 +128,11 @@ class MemmapBackend:
         self._stride: int = header["stride"]
         self._dtype = schema.dtype
         self._width = self._dtype.itemsize // 4
-        self._mapping, self._table = _map(file, path, self._rows, self._stride, writable)
-        self._cold = True
-        self._hints_idle = False
-        self._hints_skipped = 0
+        self._reads = ColdReads()
+        size = system.PAGE + self._rows * self._stride
+        self._mapping: mmap.mmap | None = map_file(file, path, size, writable)
+        words = np.frombuffer(self._mapping, np.int32, offset=system.PAGE)
+        self._table: Words = words.reshape(self._rows, self._stride // 4)
 
     @classmethod
     def create(
@@ -162,8 +154,7 @@ class MemmapBackend:
             DiskSpaceError: there is not enough room.
             OSError: the file system can't hold or map such a file.
         """
-        if allocate not in ("reserve", "sparse"):
-            raise ValueError(f"allocate={allocate!r} is not known: use 'reserve' or 'sparse'")
+        check_allocate(allocate)
         if rows < 1:
             raise ValueError(f"rows={rows!r} is out of range: a table has at least one row")
         header: dict[str, Any] = {
@@ -216,6 +207,16 @@ class MemmapBackend:
         """The layout of one record."""
         return self._schema
 
+    @property
+    def records(self) -> Records:
+        """The records as they lie in the file: an array ``(N,)`` over the mapping, without a copy.
+
+        It can be written where the file was opened writable, past every check. It keeps the mapping alive
+        beyond `close`.
+        """
+        # Over the table and not the mapping itself, which could be closed under the array.
+        return np.ndarray((self._rows,), self._dtype, buffer=self._open_table(), strides=(self._stride,))
+
     def __len__(self) -> int:
         return self._rows
 
@@ -223,11 +224,7 @@ class MemmapBackend:
         """Return copies of the records of `rows`, in `out` if that is given."""
         table = self._open_table()
         records = np.empty(len(rows), self._dtype) if out is None else out
-        before = system.blocks_read()
-        if self._cold:
-            self._announce(rows)
-        gather_words(table, rows, as_words(records)[0])
-        self._cold = self._was_cold(before, len(rows))
+        self._reads.read(rows, self._announce, lambda: gather_words(table, rows, as_words(records)[0]))
         return records
 
     def write(self, rows: Rows, records: Records) -> None:
@@ -259,13 +256,7 @@ class MemmapBackend:
     def hint(self, rows: Rows) -> None:
         """Announce the pages of `rows` to the system, unless announcing has lately been for nothing."""
         self._open_table()
-        self._hints_skipped += 1
-        if self._hints_idle and not self._cold and self._hints_skipped < _IDLE_HINTS:
-            return
-        self._hints_skipped = 0
-        before = system.blocks_read()
-        self._announce(rows)
-        self._hints_idle = 0 <= before == system.blocks_read()
+        self._reads.hint(rows, self._announce)
 
     def flush(self) -> None:
         """Write every changed page to the device and wait for it."""
@@ -274,11 +265,15 @@ class MemmapBackend:
             system.sync_mapping(self._mapping, self._file)
 
     def close(self) -> None:
-        """Flush, unmap and close; closing twice is silent."""
+        """Flush, unmap and close; closing twice is silent.
+
+        A file opened for reading is not flushed: that would wait for what others are writing.
+        """
         if self._mapping is None:
             return
         try:
-            self.flush()
+            if self._table.flags.writeable:
+                self.flush()
         finally:
             self._release()
 
@@ -303,50 +298,13 @@ class MemmapBackend:
         return self._table
 
     def _announce(self, rows: Rows) -> None:
-        starts, lengths = _page_runs(rows * self._stride, self._dtype.itemsize)
+        starts, lengths = page_runs(system.PAGE + rows * self._stride, self._dtype.itemsize)
         system.announce_ranges(self._file, starts, lengths)
 
     def _announce_range(self, start: int, stop: int) -> None:
         if stop > start:
             begin, length = system.PAGE + start * self._stride, (stop - start) * self._stride
             system.announce_ranges(self._file, [begin], [length])
-
-    def _was_cold(self, before: int, rows: int) -> bool:
-        # One page in a hundred from the disk costs as much as announcing the whole batch.
-        return before >= 0 and (system.blocks_read() - before) * _SECTOR > rows * system.PAGE // 100
-
-
-def _page_runs(starts: Rows, record_bytes: int) -> tuple[list[int], list[int]]:
-    """Return where the runs of pages under records begin in the file, and how long they are, in bytes.
-
-    Args:
-        starts: Where the records start behind the header, increasing.
-        record_bytes: Bytes of a record.
-    """
-    if len(starts) == 0:
-        return [], []
-    first, last = starts // system.PAGE, (starts + record_bytes - 1) // system.PAGE
-    begins = np.flatnonzero(np.append(True, first[1:] > last[:-1] + 1))
-    ends = np.append(begins[1:], len(starts)) - 1
-    lengths = (last[ends] - first[begins] + 1) * system.PAGE
-    return (system.PAGE + first[begins] * system.PAGE).tolist(), lengths.tolist()
-
-
-def _map(file: int, path: Path, rows: int, stride: int, writable: bool) -> tuple[mmap.mmap | None, Words]:
-    size = system.PAGE + rows * stride
-    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-    try:
-        mapping = mmap.mmap(file, size, access=access)
-    except (OSError, ValueError, OverflowError) as error:
-        code = error.errno if isinstance(error, OSError) and error.errno else errno.ENOMEM
-        raise OSError(
-            code,
-            f"{str(path)!r} ({size:,} bytes) can't be mapped into memory ({error}): its file system must "
-            "support shared mappings (network and FUSE mounts often do not) and the process's address-space "
-            "limit must leave room; use a local disk or raise the limit",
-        ) from error
-    system.advise_random(mapping)
-    return mapping, np.frombuffer(mapping, np.int32, offset=system.PAGE).reshape(rows, stride // 4)
 
 
 def _header_page(header: dict[str, Any]) -> bytes:

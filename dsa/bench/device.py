@@ -119,7 +119,10 @@ def _rate(transfer: Callable[[mmap.mmap, int], object], size: int, depth: int, s
         page = mmap.mmap(-1, system.PAGE)
         page[:] = os.urandom(system.PAGE)
         offsets = np.random.default_rng(number).permutation(size // system.PAGE) * system.PAGE
-        together.wait()
+        try:
+            together.wait()
+        except threading.BrokenBarrierError:
+            return
         deadline = time.perf_counter() + seconds
         try:
             for offset in offsets.tolist():
@@ -132,12 +135,16 @@ def _rate(transfer: Callable[[mmap.mmap, int], object], size: int, depth: int, s
         page.close()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(depth)]
-    for thread in threads:
-        thread.start()
-    together.wait()
-    start = time.perf_counter()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        together.wait()
+        start = time.perf_counter()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        together.abort()  # Ctrl-C: threads that are not there yet don't wait for this one for ever
+        raise
     if failures:
         raise failures[0]
     return sum(counts) / (time.perf_counter() - start)

@@ -7,10 +7,6 @@ import platform
 from pathlib import Path
 from typing import Any, Final
 
-import numba
-import numpy as np
-import torch
-
 import dsa
 from dsa import system
 
@@ -39,6 +35,11 @@ def describe_machine(directory: Path) -> dict[str, Any]:
     Args:
         directory: Where the tables will be.
     """
+    # Here, so that whoever asks for the memory alone doesn't wait for them.
+    import numba
+    import numpy as np
+    import torch
+
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 from dsa import system
 from dsa.bench.baselines import naive_bytes, touch_bytes
 from dsa.bench.machine import available_memory
-from dsa.estimate import estimate
+from dsa.estimation import estimate
 
 __all__ = ["FULL", "KINDS", "QUICK", "Settings", "check_room"]
 
@@ -104,7 +104,7 @@ class Settings:
 
 def _check_batches(batches: tuple[int, ...], rows: int, what: str) -> None:
     if not batches:
-        raise ValueError("no batch size is given: pass at least one")
+        raise ValueError(f"batches={batches!r} holds no batch size: pass at least one")
     for batch in batches:
         if not 1 <= batch <= rows:
             raise ValueError(

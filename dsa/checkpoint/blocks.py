@@ -10,6 +10,7 @@ import zarr
 from numpy.typing import NDArray
 
 from dsa.checkpoint.digests import new_hash, zeros_digest
+from dsa.checkpoint.plain import read_plain
 from dsa.checkpoint.sources import Source
 from dsa.checkpoint.stored import StoredArray
 from dsa.errors import CheckpointCorruptError
@@ -33,6 +34,7 @@ class BlockReader:
     """
 
     def __init__(self, source: Source, array: StoredArray, table: str) -> None:
+        self.source = source
         self.array = array
         self.table = table
         digest = array.entry.digest
@@ -71,9 +73,10 @@ class BlockReader:
         return np.broadcast_to(np.zeros((), spec.dtype), (rows, *spec.shape[1:]))
 
     def _read(self, block: int, start: int, stop: int) -> NDArray[Any]:
-        spec = self.array.spec
+        spec, plain = self.array.spec, self.array.plain
         try:
-            rows = self._array[start:stop]
+            rows = None if plain is None else read_plain(self.source, self.array.path, plain, start, stop)
+            rows = self._array[start:stop] if rows is None else rows
         except (OSError, MemoryError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise

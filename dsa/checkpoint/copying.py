@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from dsa.checkpoint.export import open_target
 from dsa.checkpoint.meter import Progress, metered
-from dsa.checkpoint.pipeline import worker_count
 from dsa.checkpoint.places import Place, StorageOptions, find_target
 from dsa.checkpoint.reading import Checkpoint, open_checkpoint, verify_tables
 from dsa.checkpoint.sources import Source
 from dsa.checkpoint.targets import Target
+from dsa.checkpoint.workers import Task, Workers, worker_count
 from dsa.errors import CheckpointCorruptError, CheckpointExistsError
 from dsa.shards.documents import DOCUMENT
 
@@ -63,17 +62,14 @@ def copy_checkpoint(
     output = open_target(place, overwrite=overwrite, durable=durable)
     try:
         with metered(progress, total, "copy") as advance:
-            waiting: deque[Future[int]] = deque()
-            with ThreadPoolExecutor(worker_count(), thread_name_prefix="dsa-copy") as pool:
-                try:
-                    for key in keys:
-                        if len(waiting) >= 2 * worker_count():
-                            advance(waiting.popleft().result())
-                        waiting.append(pool.submit(_copy, origin, key, output))
-                    while waiting:
+            waiting: deque[Task[int]] = deque()
+            with Workers("dsa-copy") as workers:
+                for key in keys:
+                    if len(waiting) >= 2 * worker_count():
                         advance(waiting.popleft().result())
-                finally:
-                    pool.shutdown(cancel_futures=True)
+                    waiting.append(workers.submit(_copy, origin, key, output))
+                while waiting:
+                    advance(waiting.popleft().result())
             if verify:
                 verify_tables(Source(output.written()), checkpoint.stored, advance)
         return output.commit(root)

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +16,6 @@ from dsa.checkpoint.local import LocalTarget
 from dsa.checkpoint.manifest import ROOT, Kind, Manifest, array_specs, metadata_checksum
 from dsa.checkpoint.meter import Progress, metered
 from dsa.checkpoint.names import group_names
-from dsa.checkpoint.pipeline import worker_count
 from dsa.checkpoint.places import Place, StorageOptions, find_target
 from dsa.checkpoint.remote import RemoteTarget
 from dsa.checkpoint.tables import CompressionChoice, TableWriter, WrittenTable
@@ -63,7 +61,7 @@ def write_checkpoint(
     """Write a state to a new checkpoint.
 
     The checkpoint appears as a whole when everything is written, and what it replaces stays until then; on
-    stores that can't rename, what it replaces is removed first (see `dsa.checkpoint.remote`). About 60 MB of
+    stores that can't rename, what it replaces is removed first (see `dsa.checkpoint.remote`). About 30 MB of
     memory are used, whatever the tables' sizes.
 
     Args:
@@ -96,11 +94,8 @@ def write_checkpoint(
     try:
         if place.directory is not None and compression is None:
             _check_space(total, place.directory)
-        with (
-            ThreadPoolExecutor(worker_count(), thread_name_prefix="dsa-export") as pool,
-            metered(progress, total, "export") as advance,
-        ):
-            writer = TableWriter(target, pool, compression, algorithm, advance)
+        with metered(progress, total, "export") as advance:
+            writer = TableWriter(target, compression, algorithm, advance)
             groups = group_names(table.name for table in content.tables)
             tables = [writer.write(*each) for each in zip(content.tables, groups, strict=True)]
         return commit_tables(target, tables, content, kind, attributes or {}, base)

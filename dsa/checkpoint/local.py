@@ -21,7 +21,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any, Final, final
 from dsa.checkpoint.exchange import replace_directory
 from dsa.checkpoint.occupied import check_inside_nothing, check_replaceable, is_committed
 from dsa.checkpoint.places import Place
+from dsa.checkpoint.workers import Workers
 from dsa.errors import CheckpointExistsError, CheckpointWriteError, DSAError, StateWarning
 from dsa.notices import notify
 from dsa.shards.documents import DOCUMENT
@@ -123,9 +123,9 @@ class LocalTarget:
         return str(self.path)
 
     def _sync(self) -> None:
-        with ThreadPoolExecutor(_SYNCING_THREADS) as pool:
-            for done in [pool.submit(_sync_path, path) for path in self._files]:
-                done.result()
+        with Workers("dsa-sync", _SYNCING_THREADS) as workers:
+            for task in [workers.submit(_sync_path, path) for path in self._files]:
+                task.result()
         for directory in sorted(self._directories, key=lambda path: len(path.parts), reverse=True):
             sync_directory(directory)
 
@@ -323,7 +323,8 @@ def _remove(directory: Path) -> None:
     for folder, _, _ in os.walk(directory):
         with suppress(OSError):
             os.chmod(folder, 0o700)
-    shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):  # interrupted, it may close a descriptor twice
+        shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
         notify(f"{str(directory)!r} is of no use any more but can't be deleted: do it by hand", StateWarning)
 

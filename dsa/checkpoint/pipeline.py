@@ -1,44 +1,25 @@
 """Many arrays written at once from one stream of records.
 
-A record's fields go to arrays of their own. Each array takes its rows in order, one thread at a time;
-different arrays are served by different threads, which works well because gathering, hashing, compressing
-and writing all release the interpreter's lock. How many blocks of records may be under way is bounded, and
-so is memory.
+A record's fields go to arrays of their own, each of which has a thread of its own: that works well because
+gathering, hashing, compressing and writing all release the interpreter's lock. How many blocks of records may
+be under way is bounded, and so is memory.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Condition
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Final, final
 
 from numpy.typing import NDArray
 
 from dsa.checkpoint.arrays import ArrayWriter
+from dsa.checkpoint.workers import Workers
 
-__all__ = ["ArrayPipeline", "worker_count"]
+__all__ = ["ArrayPipeline"]
 
 _BLOCKS_UNDER_WAY: Final = 4
-
-
-def worker_count() -> int:
-    """Return how many threads are worth having: the processors of this process, from 2 to 4."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return min(4, max(2, len(affinity(0)) if affinity else os.cpu_count() or 1))
-
-
-class _Lane:
-    """The rows that wait for one array."""
-
-    def __init__(self, writer: ArrayWriter) -> None:
-        self.writer = writer
-        self.waiting: deque[tuple[NDArray[Any], list[int]]] = deque()
-        self.asked = False  # for a thread
-        self.served = False
 
 
 @final
@@ -49,30 +30,37 @@ class ArrayPipeline:
 
     Args:
         writers: One per array.
-        pool: The threads.
     """
 
-    def __init__(self, writers: Sequence[ArrayWriter], pool: ThreadPoolExecutor) -> None:
-        self._lanes = [_Lane(writer) for writer in writers]
-        self._pool = pool
-        self._changed = Condition()
-        self._blocks = 0
-        self._error: BaseException | None = None
+    def __init__(self, writers: Sequence[ArrayWriter]) -> None:
+        self._writers = writers
+        self._workers = Workers("dsa-export", len(writers))
+        self._queues: list[SimpleQueue[tuple[int, NDArray[Any]] | None]] = [SimpleQueue() for _ in writers]
+        self._done: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._left: dict[int, int] = {}  # arrays that a block has still to go to, by its number
+        self._number = 0
+        self._stopped = False
 
     def __enter__(self) -> ArrayPipeline:
+        self._workers.__enter__()
+        try:
+            for writer, queue in zip(self._writers, self._queues, strict=True):
+                self._workers.submit(self._serve, writer, queue)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._changed:
-            if kind is not None and self._error is None:
-                self._error = error
-            while any(lane.served for lane in self._lanes):
-                self._changed.wait()
-        if self._error is not None:
-            for lane in self._lanes:
-                lane.writer.abandon()
+        self._stopped = True
+        for queue in self._queues:
+            queue.put(None)
+        self._workers.__exit__(kind, error, trace)
+        if kind is not None:
+            for writer in self._writers:
+                writer.abandon()
 
     def add(self, parts: Sequence[NDArray[Any]]) -> None:
         """Hand over the next rows of every array, in the writers' order; they must not be changed any more.
@@ -82,17 +70,12 @@ class ArrayPipeline:
         Raises:
             Exception: whatever an earlier part of the work raised.
         """
-        with self._changed:
-            while self._blocks >= _BLOCKS_UNDER_WAY and self._error is None:
-                self._changed.wait()
-            self._reraise()
-            self._blocks += 1
-            left = [len(self._lanes)]
-            for lane, rows in zip(self._lanes, parts, strict=True):
-                lane.waiting.append((rows, left))
-                if not lane.asked:
-                    lane.asked = True
-                    self._pool.submit(self._serve, lane)
+        while len(self._left) >= _BLOCKS_UNDER_WAY:
+            self._wait()
+        self._number += 1
+        self._left[self._number] = len(parts)
+        for queue, rows in zip(self._queues, parts, strict=False):  # what is left gets its rows otherwise
+            queue.put((self._number, rows))
 
     def finish(self) -> None:
         """Wait until everything that was handed over is written.
@@ -100,30 +83,24 @@ class ArrayPipeline:
         Raises:
             Exception: whatever the work raised.
         """
-        with self._changed:
-            while self._blocks and self._error is None:
-                self._changed.wait()
-            self._reraise()
+        while self._left:
+            self._wait()
 
-    def _reraise(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _wait(self) -> None:
+        done = self._done.get()
+        if isinstance(done, BaseException):
+            raise done
+        self._left[done] -= 1
+        if not self._left[done]:
+            del self._left[done]
 
-    def _serve(self, lane: _Lane) -> None:
-        while True:
-            with self._changed:
-                lane.served = bool(lane.waiting) and self._error is None
-                if not lane.served:
-                    lane.asked = False
-                    self._changed.notify_all()
-                    return
-                rows, left = lane.waiting.popleft()
+    def _serve(self, writer: ArrayWriter, queue: SimpleQueue[tuple[int, NDArray[Any]] | None]) -> None:
+        while (item := queue.get()) is not None and not self._stopped:
+            number, rows = item
             try:
-                lane.writer.add(rows)
+                writer.add(rows)
             except BaseException as error:
-                with self._changed:
-                    self._error = self._error or error
-            with self._changed:
-                left[0] -= 1
-                self._blocks -= left[0] == 0
-                self._changed.notify_all()
+                self._done.put(error)
+                return
+            del item, rows
+            self._done.put(number)

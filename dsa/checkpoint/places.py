@@ -12,6 +12,8 @@ from typing import Any, Final, final
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from dsa.errors import CheckpointNotFoundError
+
 __all__ = ["Place", "StorageOptions", "find_place", "find_target"]
 
 StorageOptions = Mapping[str, Any]
@@ -58,6 +60,7 @@ def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | No
     Raises:
         ValueError: it is empty, or of a protocol that isn't known.
         ImportError: the package for the protocol isn't installed.
+        CheckpointNotFoundError: it is in an archive that isn't there.
 
     Example:
         >>> find_place("memory://run/step-100").root
@@ -68,7 +71,10 @@ def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | No
         raise ValueError("the address of the checkpoint is empty: pass a directory or a URL")
     if not _URL.match(text):
         return _of_directory(text)
-    files, root = fsspec.url_to_fs(text, **(storage_options or {}))
+    try:
+        files, root = fsspec.url_to_fs(text, **(storage_options or {}))
+    except FileNotFoundError as error:  # an archive that isn't there
+        raise CheckpointNotFoundError(f"there is nothing at {text!r}: check the path") from error
     if isinstance(files, LocalFileSystem):
         return _of_directory(root)
     return Place(text.rstrip("/"), None, files, root.rstrip("/"))

@@ -16,6 +16,7 @@ import zarr.storage
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from dsa.checkpoint.places import Place
+from dsa.shards.documents import DOCUMENT
 
 __all__ = ["Source", "list_remote"]
 
@@ -58,6 +59,20 @@ class Source:
             stop = min(self.sizes[key], start + _REMOTE_PIECE)
             yield self.place.files.cat_file(remote, start=start, end=stop)
 
+    def read_into(self, key: str, start: int, out: memoryview) -> int:
+        """Fill memory with a file's bytes from a place on and return how many there were."""
+        path = self.path(key)
+        if path is None:
+            data = self.place.files.cat_file(self.place.remote_path(key), start=start, end=start + len(out))
+            out[: len(data)] = data
+            return len(data)
+        done = 0
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(out) and (count := file.readinto(out[done:])):
+                done += count
+        return done
+
     def read(self, key: str) -> bytes:
         """Return a whole file."""
         return b"".join(self.pieces(key))
@@ -93,8 +108,11 @@ def _local_sizes(directory: Path) -> dict[str, int]:
     if not directory.is_dir():
         kind = NotADirectoryError if directory.exists() else FileNotFoundError
         raise kind(str(directory))
-    sizes = {}
-    for folder, _, names in os.walk(directory):
+    sizes: dict[str, int] = {}
+    whole = (directory / DOCUMENT).exists()
+    for folder, folders, names in os.walk(directory):
+        if not whole and folder != str(directory):
+            folders.clear()  # somebody's home, perhaps: whether there is a checkpoint in it is seen by now
         base = Path(folder).relative_to(directory).as_posix()
         for name in names:
             with suppress(FileNotFoundError):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from dsa.checkpoint.manifest import ArrayEntry, array_entry
-from dsa.shards.layout import ArraySpec
+from dsa.checkpoint.plain import plain_layout
+from dsa.shards.layout import ArrayLayout, ArraySpec
 
 __all__ = ["StoredArray", "stored_array"]
 
@@ -44,12 +45,14 @@ class StoredArray:
         entry: What its attributes say.
         missing: Half-open runs of rows for which a file is missing although they weren't declared to be zero.
         absent: Runs of rows that were declared to be zero and of which there is no file indeed.
+        plain: How it is cut, if it is stored as an uncompressed export stores it; see `dsa.checkpoint.plain`.
     """
 
     path: str
     entry: ArrayEntry
     missing: tuple[Run, ...]
     absent: tuple[Run, ...]
+    plain: ArrayLayout | None = None
 
     @property
     def spec(self) -> ArraySpec:
@@ -85,7 +88,7 @@ def stored_array(
     claimed = (spec.rows - declared) * spec.row_bytes
     if claimed > _PLENTY + _LARGEST_RATIO * sum(sizes.values()):
         raise ValueError(f"its shape {spec.shape} is larger than the files behind it can hold")
-    return StoredArray(path, entry, missing, absent)
+    return StoredArray(path, entry, missing, absent, plain_layout(document, spec))
 
 
 def _check_type(document: Mapping[str, Any], spec: ArraySpec) -> None:

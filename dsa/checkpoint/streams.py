@@ -5,8 +5,8 @@ Threads read, decode and hash the next blocks while the caller has the current o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, final
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dsa.checkpoint.blocks import BlockReader
 from dsa.checkpoint.meter import Advance
-from dsa.checkpoint.pipeline import worker_count
+from dsa.checkpoint.workers import Task, Workers, worker_count
 from dsa.schema import Records, Schema
 
 __all__ = ["record_blocks", "verify_arrays"]
@@ -26,19 +26,19 @@ _RECORD_BYTES: Final = 4 << 20
 class _Column:
     """One field's blocks, the current one and the next one that is being loaded."""
 
-    def __init__(self, reader: BlockReader, verify: bool, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, reader: BlockReader, verify: bool, workers: Workers) -> None:
         self._reader = reader
         self._verify = verify
-        self._pool = pool
+        self._workers = workers
         self._block = -1
         self._current: NDArray[Any] | None = None
-        self._next: Future[NDArray[Any]] | None = None
+        self._next: Task[NDArray[Any]] | None = None
         self._load_next()
 
     def _load_next(self) -> None:
         block = self._block + 1
         if block < self._reader.blocks:
-            self._next = self._pool.submit(self._reader.load, block, self._verify)
+            self._next = self._workers.submit(self._reader.load, block, self._verify)
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Return rows of a block; `start` and `stop` are in one block, and never before an earlier one."""
@@ -69,17 +69,14 @@ def record_blocks(
     step = min(reader.block_rows for reader in readers)  # powers of two all, so that it divides the others
     while step > 1 and step * schema.dtype.itemsize > _RECORD_BYTES:
         step //= 2
-    pool = ThreadPoolExecutor(worker_count(), thread_name_prefix="dsa-import")
-    try:
-        columns = [_Column(reader, verify, pool) for reader in readers]
+    with Workers("dsa-import") as workers:
+        columns = [_Column(reader, verify, workers) for reader in readers]
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             records = np.zeros(stop - start, schema.dtype)
             for name, column in zip(schema.names, columns, strict=True):
                 records[name] = column.rows(start, stop)
             yield start, records
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def verify_arrays(readers: Sequence[BlockReader], advance: Advance) -> None:
@@ -92,19 +89,15 @@ def verify_arrays(readers: Sequence[BlockReader], advance: Advance) -> None:
     Raises:
         CheckpointCorruptError: a block can't be read or isn't what was written: the first one.
     """
-    workers = worker_count()
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="dsa-verify")
-    waiting: list[Future[int]] = []
-    try:
+    waiting: deque[Task[int]] = deque()
+    with Workers("dsa-verify") as workers:
         for reader in readers:
             for block in range(reader.blocks):
-                if len(waiting) >= 2 * workers:
-                    advance(waiting.pop(0).result())
-                waiting.append(pool.submit(_compare, reader, block))
-        for future in waiting:
-            advance(future.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
+                if len(waiting) >= 2 * worker_count():
+                    advance(waiting.popleft().result())
+                waiting.append(workers.submit(_compare, reader, block))
+        while waiting:
+            advance(waiting.popleft().result())
 
 
 def _compare(reader: BlockReader, block: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
 
@@ -54,14 +53,12 @@ class TableWriter:
 
     Args:
         target: Where to.
-        pool: The threads that do it.
         compression: See `CompressionChoice`.
         algorithm: See `dsa.checkpoint.digests`.
         advance: Is told of the bytes of content that were handed over.
     """
 
     target: Target
-    pool: ThreadPoolExecutor
     compression: CompressionChoice = None
     algorithm: str = DEFAULT_ALGORITHM
     advance: Advance = field(default=lambda size: None)
@@ -85,7 +82,7 @@ class TableWriter:
         sparse = self.compression == "auto" and _is_sparse(table)
         writers = [self._array(group, spec, sparse) for spec in [*specs, *extra]]
         touched = 0
-        with ArrayPipeline(writers, self.pool) as pipeline:
+        with ArrayPipeline(writers) as pipeline:
             for records in _checked_blocks(table):
                 touched += _touched(records)
                 pipeline.add([records[spec.name] for spec in specs])
@@ -140,6 +137,8 @@ def _is_sparse(table: TableContent) -> bool:
     """Tell whether less than half of the rows were ever written; stops reading as soon as that is known."""
     if _STAMP not in table.schema.names:
         return False
+    if table.touched_share is not None:
+        return table.touched_share() < _SPARSE
     touched = 0
     for first, records in table.blocks():
         touched += _touched(records)

@@ -111,7 +111,7 @@ def _parse(path: Path) -> Run:
         ) from error
     except ValueError as error:
         raise StateCorruptError(
-            f"{str(path)!r} can't be read: {error}: pass --fresh to start over"
+            f"{str(path)!r} can't be read ({error}): pass --fresh to start over"
         ) from error
     try:
         if data["format"] != _FORMAT:

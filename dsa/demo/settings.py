@@ -94,7 +94,9 @@ class Settings:
         try:
             return cls(**{field.name: data[field.name] for field in fields(cls)})
         except (KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"the settings {data!r} can't be read: {error}") from error
+            raise StateCorruptError(
+                f"the settings {data!r} can't be read ({error}): restore the file that they stand in from a copy"
+            ) from error
 
     def steps_per_epoch(self, edges: int) -> int:
         """Return the batches in an epoch of that many edges; the last may be smaller."""

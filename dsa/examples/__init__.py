@@ -9,4 +9,5 @@ Every one has a ``main(directory, ...)`` and runs as ``python -m dsa.examples.NA
 - `dsa.examples.resume_after_kill`: a run that may be killed at any instant and ends as if it had not been.
 - `dsa.examples.lightning_loop`: what a Lightning trainer does with an optimizer.
 - `dsa.examples.accelerate_loop`: what Hugging Face Accelerate does with one.
+- `dsa.examples.own_backend`: a storage backend of one's own, in one SQLite file.
 """

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from zarr_tables import Compressed, Mapped
 
 from dsa.backends.memmap import MemmapBackend
 from dsa.backends.memory import MemoryBackend
@@ -45,6 +46,10 @@ def on_disk(hooks):
 TestMemoryMachine = BackendMachine.over(Memory()).TestCase
 TestMemmapMachine = on_disk(Memmap(padding=0))
 TestMemmapOddStrideMachine = on_disk(Memmap(padding=4))
+TestZarrMachine = on_disk(Mapped())
+TestZarrSmallShardsMachine = on_disk(Mapped(shard_bytes=1 << 10))
+TestCompressedMachine = on_disk(Compressed(shard_bytes=1 << 13))
+TestCompressedSmallCacheMachine = on_disk(Compressed(shard_bytes=1 << 13, cache_bytes=1))
 
 
 class _Delegating:

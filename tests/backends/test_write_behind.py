@@ -1,8 +1,8 @@
 """The write queue is a backend like the one inside it: the suite and the machine over memory and memmap.
 
-Three ways of being behind: *free*, as the threads happen to run; *held*, where nothing is written until a
-flush, so that the queue serves every read; and *narrow*, a queue of one that never waits, so that the caller
-writes too.
+Four ways of being behind: *free*, as the threads happen to run; *held*, where nothing is written until a
+flush, so that the queue serves every read; *narrow*, a queue of one that never waits, so that the caller
+writes too; and *collecting*, where so many bytes are written at once, without a thread or with one.
 """
 
 import threading
@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 from hypothesis import settings
+from zarr_tables import Compressed, Mapped
 
 from dsa.backends.memmap import MemmapBackend
 from dsa.backends.memory import MemoryBackend
@@ -18,6 +19,8 @@ from dsa.testing import CASES, BackendConformance, BackendHooks, BackendMachine
 from dsa.writer import WriteBehind
 
 DEADLINE = 60
+MAPPED = Mapped(shard_bytes=1 << 14)
+COMPRESSED = Compressed(shard_bytes=1 << 15)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +96,8 @@ QUEUES = {
     "free": WriteBehind,
     "held": Held,
     "narrow": lambda inner: WriteBehind(inner, max_queue_size=1, put_timeout=0.0),
+    "collecting": lambda inner: WriteBehind(inner, collect_bytes=100_000, threaded=False),
+    "collecting in a thread": lambda inner: WriteBehind(inner, collect_bytes=100_000, put_timeout=0.0),
 }
 
 
@@ -147,6 +152,26 @@ class TestNarrowOverMemory(_SmallSuite):
     hooks = Behind(Memory(), "narrow")
 
 
+class TestCollectingOverMemory(_SmallSuite):
+    hooks = Behind(Memory(), "collecting")
+
+
+class TestCollectingInAThreadOverMemory(_SmallSuite):
+    hooks = Behind(Memory(), "collecting in a thread")
+
+
+class TestCollectingOverCompressed(_SmallSuite):
+    hooks = Behind(COMPRESSED, "collecting")
+
+
+class TestCollectingInAThreadOverCompressed(_SmallSuite):
+    hooks = Behind(COMPRESSED, "collecting in a thread")
+
+
+class TestFreeOverZarr(_SmallSuite):
+    hooks = Behind(MAPPED, "free")
+
+
 class TestFreeOverMemmap(_Suite):
     hooks = Behind(Memmap(), "free")
 
@@ -173,3 +198,7 @@ TestNarrowMemoryMachine = machine(Memory(), "narrow", 2)
 TestFreeMemmapMachine = machine(Memmap(), "free", 5)
 TestHeldMemmapMachine = machine(Memmap(), "held", 5)
 TestNarrowMemmapMachine = machine(Memmap(), "narrow", 5)
+TestCollectingMemoryMachine = machine(Memory(), "collecting", 2)
+TestCollectingCompressedMachine = machine(COMPRESSED, "collecting", 5)
+TestCollectingInAThreadCompressedMachine = machine(COMPRESSED, "collecting in a thread", 5)
+TestFreeZarrMachine = machine(MAPPED, "free", 5)

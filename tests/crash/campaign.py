@@ -17,7 +17,7 @@ from losses import lose_power
 from references import Reference, tuned
 from refusals import FileLayer, trace_calls
 from replacement import Replacement
-from scenarios import CHANGING, ENDURING, STEPPING, Scenario
+from scenarios import CHANGING, ENDURING, STEPPING, Scenario, over
 
 __all__ = [
     "CHANGES",
@@ -48,14 +48,15 @@ def kill_changes(
     return _kill(space, seed, kills, per_life, scenarios, CHANGES)
 
 
-def kill_replacements(space: Path, seed: int, kills: int) -> Figures:
+def kill_replacements(space: Path, seed: int, kills: int, backend: str = "memmap") -> Figures:
     """Kill so often inside resume=False, and inside the making of a new state."""
     figures = Figures()
+    changing, stepping = over(backend, CHANGING), over(backend, STEPPING)
     choices = [
-        (CHANGING[0], True, False),
-        (CHANGING[1], True, True),
-        (STEPPING[1], False, False),
-        (STEPPING[5], False, False),
+        (changing[0], True, False),
+        (changing[1], True, True),
+        (stepping[1], False, False),
+        (stepping[5], False, False),
     ]
     for number, (scenario, replacing, left_open) in enumerate(choices):
         target = figures.total + (kills - figures.total) // (len(choices) - number)
@@ -80,10 +81,13 @@ def every_place(space: Path, scenario: Scenario, phases: frozenset[str] = frozen
     return figures
 
 
-def lose_power_everywhere(space: Path, seed: int, losses: int, draws: int, failing: float = 0.0) -> Figures:
+def lose_power_everywhere(
+    space: Path, seed: int, losses: int, draws: int, failing: float = 0.0, backend: str = "memmap"
+) -> Figures:
     """Lose power so often in each scenario that promises to survive it, after a share of failed syncs."""
     figures = Figures()
-    for number, scenario in enumerate(one for one in (*STEPPING, *CHANGING) if one.durability == "power"):
+    scenarios = over(backend, [one for one in (*STEPPING, *CHANGING) if one.durability == "power"])
+    for number, scenario in enumerate(scenarios):
         rng = random.Random(f"{seed} {scenario.name}")
         with prepared(space / f"power-{seed}-{number}", scenario) as (reference, directory):
             lose_power(reference, directory, rng, losses, draws, failing, figures)

@@ -21,6 +21,7 @@ pytest.register_assert_rewrite(
     "references",
     "replacement",
     "scenarios",
+    "tables",
 )
 
 

@@ -84,8 +84,9 @@ class Endurance:
                 break
             except BaseException as error:
                 self._note(error)
+            self._insist(optimizer.flush)
             if op.kind == "curve":
-                self._insist(lambda: optimizer.read_rows([0], op.table))
+                self._insist(lambda: self._finish_change(optimizer, op.table))
             self._insist(optimizer.flush)
             counts = counts_of(optimizer)
             assert counts in (before.counts, after.counts), f"{counts} after {self.errors[-1]!r} in {op}"
@@ -96,6 +97,11 @@ class Endurance:
         watch.phase = ""
         self.done += 1
         self.report(("done", self.done))
+
+    def _finish_change(self, optimizer: DiskSparseRiemannianAdam, table: str) -> None:
+        # Any use of the optimizer carries a change on; a write that failed has to be made up for before.
+        optimizer.flush()
+        optimizer.read_rows([0], table)
 
     def _close(self, optimizer: DiskSparseRiemannianAdam) -> None:
         watch.phase = "close"

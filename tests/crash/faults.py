@@ -27,11 +27,15 @@ import dsa.metadata
 import dsa.recovery
 import dsa.update
 from dsa.backends.memmap import MemmapBackend
+from dsa.backends.zarr import ZarrBackend
+from dsa.backends.zarr_compressed import CompressedZarrBackend
 from dsa.journal import Journal
 from dsa.journal_format import layout_of
 from dsa.kernels.report import merge_reports
 from dsa.state import StateDirectory
 from dsa.writer import WriteBehind
+
+_BACKENDS = (MemmapBackend, ZarrBackend, CompressedZarrBackend)
 
 PACKAGE = str(Path(dsa.journal.__file__).parent) + os.sep
 
@@ -157,31 +161,53 @@ def _around(name: str, function):
     return wrapper
 
 
-def _gather(self, rows, out=None, *, _read=MemmapBackend.read):
-    passing("gather begins")
-    half = len(rows) // 2
-    if out is None or half == 0:
-        result = _read(self, rows, out)
+def _gathering(backend: type):
+    read = backend.read
+
+    def gather(self, rows, out=None):
+        passing("gather begins")
+        half = len(rows) // 2
+        if out is None or half == 0:
+            result = read(self, rows, out)
+        else:
+            read(self, rows[:half], out[:half])
+            passing("gather half")
+            read(self, rows[half:], out[half:])
+            result = out
+        passing("gather ends")
+        return result
+
+    return gather
+
+
+def _scattering(backend: type):
+    write = backend.write
+
+    def scatter(self, rows, records):
+        passing("scatter begins")
+        half = len(rows) // 2
+        if half:
+            write(self, rows[:half], records[:half])
+            passing("scatter half")
+            _tear(self, rows[half : half + 1], np.ascontiguousarray(records[half : half + 1]))
+            passing("scatter torn")
+        write(self, rows[half:], records[half:])
+        passing("scatter ends")
+
+    return scatter
+
+
+def _tear(backend, rows, records) -> None:
+    """Write a part of one record, as a write does that is stopped in the middle of it."""
+    if isinstance(backend, MemmapBackend):
+        words = records.view(np.int32)
+        backend._open_table()[rows[0], : len(words) // 2] = words[: len(words) // 2]
+    elif isinstance(backend, ZarrBackend):
+        for array in backend._open_arrays()[:2]:
+            array.scatter(rows, records)
     else:
-        _read(self, rows[:half], out[:half])
-        passing("gather half")
-        _read(self, rows[half:], out[half:])
-        result = out
-    passing("gather ends")
-    return result
-
-
-def _scatter(self, rows, records, *, _write=MemmapBackend.write):
-    passing("scatter begins")
-    half = len(rows) // 2
-    if half:
-        _write(self, rows[:half], records[:half])
-        passing("scatter half")
-        words = np.ascontiguousarray(records[half : half + 1]).view(np.int32)
-        self._open_table()[rows[half], : len(words) // 2] = words[: len(words) // 2]
-        passing("scatter torn")
-    _write(self, rows[half:], records[half:])
-    passing("scatter ends")
+        for array in backend._arrays[:2]:
+            array.adopt(array.prepare(int(rows[0]) // array.layout.shard_rows, rows, records))
 
 
 def _kernel(function):
@@ -242,8 +268,8 @@ def points() -> Iterator[None]:
     patch = mock.patch.object
     with contextlib.ExitStack() as stack:
         for owner, attribute, replacement in (
-            (MemmapBackend, "read", _gather),
-            (MemmapBackend, "write", _scatter),
+            *((each, "read", _gathering(each)) for each in _BACKENDS),
+            *((each, "write", _scattering(each)) for each in _BACKENDS),
             (dsa.journal, "encode_entry", _encode),
             (dsa.journal, "write_slot", _slot),
             (dsa.metadata, "write_atomically", _describe),
@@ -260,8 +286,8 @@ def points() -> Iterator[None]:
             (Journal, "release", "journal release"),
             (Journal, "_grow", "journal grow"),
             (Journal, "close", "journal close"),
-            (MemmapBackend, "flush", "table flush"),
-            (MemmapBackend, "close", "table close"),
+            *((each, "flush", "table flush") for each in _BACKENDS),
+            *((each, "close", "table close") for each in _BACKENDS),
             (StateDirectory, "settle", "settle"),
             (StateDirectory, "close", "close"),
             (WriteBehind, "_write_oldest", "queue write"),

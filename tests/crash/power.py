@@ -2,9 +2,10 @@
 
 What a file held when it was last synced is on the device. Of what was written since, each sector is there or
 not, as chance will have it; so is the file's length, and so is every name made, replaced or removed since its
-directory was synced. `Device` follows a directory's syncs; `Device.image` is what it holds at one moment, and
-`Image.draw` one way in which that may come out. A sync that fails (see `Device.fail_syncs`) leaves the pages
-it had to write *clean*: a later sync passes them over unless they were written again, as Linux has it.
+directory was synced; directories below the first one are names like others. `Device` follows the syncs of a
+directory and what lies in it; `Device.image` is what it holds at one moment, and `Image.draw` one way in
+which that may come out. A sync that fails (see `Device.fail_syncs`) leaves the pages it had to write *clean*:
+a later sync passes them over unless they were written again, as Linux has it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from unittest import mock
 import numpy as np
 
 import dsa.journal
+from dsa.backends.mapped_array import MappedArray
 from dsa.backends.memmap import MemmapBackend
 from dsa.system import PAGE
 
@@ -33,36 +35,46 @@ __all__ = ["Device", "Image"]
 SECTOR = 512
 
 Content = bytes
+Names = dict[str, int]
 
 
 @dataclass(frozen=True)
 class Image:
-    """What may be on the device.
+    """What may be on the device. Files and directories have keys.
 
     Args:
-        old_names: The file of each name when the directory was last synced, as a key of the other two.
-        new_names: The file of each name now.
+        root: The key of the first directory.
+        old_names: By directory, what each name stood for when the directory was last synced.
+        new_names: By directory, what it stands for now.
         synced: What each file held when it was last synced.
         current: What it holds now.
     """
 
-    old_names: dict[str, int]
-    new_names: dict[str, int]
+    root: int
+    old_names: dict[int, Names]
+    new_names: dict[int, Names]
     synced: dict[int, Content]
     current: dict[int, Content]
 
     def draw(self, rng: random.Random, directory: Path) -> None:
         """Write one outcome into a new directory."""
-        directory.mkdir()
         share, grain = rng.choice([0.0, 1.0, 0.1, 0.5, 0.9]), rng.choice([SECTOR, PAGE])
         chosen: dict[int, Content] = {}
-        for name in sorted({*self.old_names, *self.new_names}):
-            key = (self.new_names if rng.random() < share else self.old_names).get(name)
-            if key is None:
-                continue
-            if key not in chosen:
-                chosen[key] = _mixed(self.synced.get(key, b""), self.current.get(key), rng, share, grain)
-            (directory / name).write_bytes(chosen[key])
+        waiting = [(self.root, directory)]
+        while waiting:
+            place, path = waiting.pop()
+            path.mkdir()
+            old, new = self.old_names.get(place, {}), self.new_names.get(place, {})
+            for name in sorted({*old, *new}):
+                key = (new if rng.random() < share else old).get(name)
+                if key is None:
+                    continue
+                if key in self.new_names or key in self.old_names:
+                    waiting.append((key, path / name))
+                    continue
+                if key not in chosen:
+                    chosen[key] = _mixed(self.synced.get(key, b""), self.current.get(key), rng, share, grain)
+                (path / name).write_bytes(chosen[key])
 
 
 def _mixed(old: Content, new: Content | None, rng: random.Random, share: float, grain: int) -> Content:
@@ -90,9 +102,9 @@ class Device:
         self._held: dict[int, int] = {}
         self._synced: dict[int, Content] = {}
         self._passed_over: dict[int, set[int]] = {}
-        self._names = self._list()
-        for name, key in self._names.items():
-            self._synced[key] = (directory / name).read_bytes()
+        self._names, files = self._list()
+        for key, path in files.items():
+            self._synced[key] = path.read_bytes()
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -104,15 +116,18 @@ class Device:
             patch(dsa.journal, "mmap", _NotingMmap(self)),
             patch(dsa.journal, "view", self._viewing(dsa.journal.view)),
             patch(MemmapBackend, "write", self._writing(MemmapBackend.write)),
+            patch(MappedArray, "scatter", self._scattering(MappedArray.scatter)),
         ):
             yield
 
     def image(self) -> Image:
         """Return what may be on the device now."""
         with self._still:
-            names = self._list()
-            current = {key: (self.directory / name).read_bytes() for name, key in names.items()}
-            return Image(dict(self._names), names, dict(self._synced), current)
+            names, files = self._list()
+            current = {key: path.read_bytes() for key, path in files.items()}
+            root = self.directory.stat().st_ino
+            old = {place: dict(each) for place, each in self._names.items()}
+            return Image(root, old, names, dict(self._synced), current)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -121,17 +136,25 @@ class Device:
 
     def note_write(self, descriptor: int, start: int, stop: int) -> None:
         """Take in that a range of a file was written: a later sync reaches it whatever failed before."""
-        key = os.fstat(descriptor).st_ino
+        self._note(os.fstat(descriptor).st_ino, start, stop)
+
+    def _note(self, key: int, start: int, stop: int) -> None:
         if key in self._passed_over:
             self._passed_over[key] -= set(range(start // PAGE, -(-stop // PAGE)))
 
-    def _list(self) -> dict[str, int]:
-        names = {}
-        for entry in os.scandir(self.directory):
-            descriptor = os.open(entry.path, os.O_RDONLY)
-            names[entry.name] = self._hold(descriptor)
-            os.close(descriptor)
-        return names
+    def _list(self) -> tuple[dict[int, Names], dict[int, Path]]:
+        """Return what the names of each directory stand for, and where the files are."""
+        names: dict[int, Names] = {}
+        files: dict[int, Path] = {}
+        for path, directories, found in os.walk(self.directory):
+            here = names.setdefault(os.stat(path).st_ino, {})
+            for name in (*directories, *found):
+                descriptor = os.open(os.path.join(path, name), os.O_RDONLY)
+                here[name] = self._hold(descriptor)
+                os.close(descriptor)
+                if name in found:
+                    files[here[name]] = Path(path, name)
+        return names, files
 
     def _hold(self, descriptor: int) -> int:
         # Held open, so that the number of a removed file is not given to another.
@@ -146,8 +169,8 @@ class Device:
                 status = os.fstat(descriptor)
                 if not stat.S_ISDIR(status.st_mode):
                     self._sync_data(descriptor, failing=self.fail_syncs())
-                elif status.st_ino == os.stat(self.directory).st_ino:
-                    self._names = self._list()
+                else:
+                    self._names[status.st_ino] = self._list()[0].get(status.st_ino, {})
                 sync(descriptor)
 
         return wrapper
@@ -187,6 +210,18 @@ class Device:
                 stride = backend.describe()["stride"]
                 for row in rows.tolist():
                     self.note_write(backend._file, PAGE + row * stride, PAGE + (row + 1) * stride)
+
+        return wrapper
+
+    def _scattering(self, scatter: Callable[..., None]) -> Callable[..., None]:
+        def wrapper(array: MappedArray, rows: np.ndarray, records: np.ndarray) -> None:
+            scatter(array, rows, records)
+            if self._passed_over:
+                size = array._layout.spec.row_bytes
+                for shard, start, stop in array._parts(rows):
+                    key = os.stat(array._files[shard]).st_ino
+                    for row in (rows[start:stop] - array._bounds[shard]).tolist():
+                        self._note(key, row * size, (row + 1) * size)
 
         return wrapper
 

@@ -16,13 +16,14 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
-from scenarios import DIMS, ROWS, Scenario, steps, stored_names
+from scenarios import ROWS, Scenario, steps
+from tables import change_records, records_in, stored_tables
 
 import dsa.backends.memmap
+import dsa.backends.zarr
+import dsa.backends.zarr_compressed
 from dsa import DiskSparseRiemannianAdam
 from dsa.journal import Journal
-from dsa.metadata import table_file_name
-from dsa.system import PAGE
 
 __all__ = ["Reference", "Snapshot", "WrongState", "counts_of", "locate", "records_of", "tuned", "workspace"]
 
@@ -41,8 +42,8 @@ def counts_of(optimizer: DiskSparseRiemannianAdam) -> tuple[object, ...]:
 
 
 def records_of(directory: Path) -> dict[str, bytes]:
-    """Return the bytes of each table's records as they lie in its file."""
-    return {name: (directory / table_file_name(name)).read_bytes()[PAGE:] for name in stored_names(directory)}
+    """Return the bytes of each table's records as they lie in its files."""
+    return {name: records_in(directory, stored) for name, stored in stored_tables(directory).items()}
 
 
 class Reference:
@@ -72,6 +73,7 @@ class Reference:
             states = [Snapshot(records_of(directory), counts_of(optimizer))]
             for op in plain.ops:
                 plain.apply(optimizer, op)
+                optimizer.flush()
                 states.append(Snapshot(records_of(directory), counts_of(optimizer)))
         shutil.rmtree(directory)
         return states
@@ -162,16 +164,15 @@ def _rows(data: bytes, name: str) -> np.ndarray:
 
 
 def _spoil(directory: Path) -> None:
-    # Records begin with the weights; one row in seven leaves the ball and one in eleven is no number.
-    for name in stored_names(directory):
-        rows, path = ROWS[name], directory / table_file_name(name)
-        data = bytearray(path.read_bytes())
-        words = np.frombuffer(data, np.float32, offset=PAGE).reshape(rows, -1)
-        stamps = words.view(np.int32)
-        written = np.flatnonzero(stamps.any(axis=1))
-        words[written[::7], : DIMS[name]] = 3.0
-        words[written[::11], 0] = np.nan
-        path.write_bytes(data)
+    """Let one row in seven leave the ball and one in eleven be no number."""
+
+    def spoil(records: np.ndarray) -> None:
+        written = np.flatnonzero(records["s"])
+        records["w"][written[::7]] = 3.0
+        records["w"][written[::11], 0] = np.nan
+
+    for stored in stored_tables(directory).values():
+        change_records(directory, stored, spoil)
 
 
 @contextlib.contextmanager
@@ -185,6 +186,8 @@ def tuned(scenario: Scenario) -> Iterator[None]:
     with (
         mock.patch.object(Journal, "create", classmethod(small)),
         mock.patch.object(dsa.backends.memmap, "_BLOCK_BYTES", 4096),
+        mock.patch.object(dsa.backends.zarr, "_BLOCK_BYTES", 4096),
+        mock.patch.object(dsa.backends.zarr_compressed, "_BLOCK_BYTES", 4096),
     ):
         yield
 

@@ -6,19 +6,19 @@ A scenario is a list of operations on an optimizer.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tables import BACKENDS, stored_tables
 
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.arguments import table_spec
 from dsa.creation import add_table
-from dsa.metadata import read_metadata
-from dsa.storage import Queue, Storage
 
-__all__ = ["CHANGING", "DIMS", "ENDURING", "ROWS", "STEPPING", "Op", "Scenario", "steps", "stored_names"]
+__all__ = ["CHANGING", "ENDURING", "ROWS", "STEPPING", "Op", "Scenario", "over", "steps"]
 
 ROWS = {"left": 400, "right": 250, "extra": 90}
 DIMS = {"left": 6, "right": 5, "extra": 3}
@@ -44,12 +44,6 @@ def steps(first: int, count: int) -> tuple[Op, ...]:
     return tuple(Op("step", number) for number in range(first, first + count))
 
 
-def stored_names(directory: Path) -> list[str]:
-    """Return the names of the tables that a directory's description tells of."""
-    metadata = read_metadata(directory)
-    return [] if metadata is None else [str(table["name"]) for table in metadata.tables]
-
-
 @dataclass(frozen=True)
 class Scenario:
     """A run.
@@ -69,6 +63,7 @@ class Scenario:
     seed: int = 0
     spoiled: bool = False
     ops: tuple[Op, ...] = ()
+    backend: str = "memmap"
 
     def source(self, name: str, salt: int):
         """Return a table's first weights."""
@@ -81,7 +76,7 @@ class Scenario:
 
     def build(self, directory: Path, *, resume: bool | None, salt: int = 0) -> DiskSparseRiemannianAdam:
         """Open the scenario's optimizer. Warnings are not the harness's subject."""
-        names = stored_names(directory) if resume else []
+        names = list(stored_tables(directory)) if resume else []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return DiskSparseRiemannianAdam(
@@ -90,6 +85,7 @@ class Scenario:
                 k={name: self.curvatures[name] for name in names or _FIRST},
                 disk_dir=directory,
                 resume=resume,
+                backend=BACKENDS[self.backend],
                 durability=self.durability,
                 second_moment=self.second_moment,
                 async_writes=self.async_writes,
@@ -125,9 +121,16 @@ class Scenario:
                 optimizer.flush()
 
     def _add(self, optimizer: DiskSparseRiemannianAdam, name: str) -> None:
-        queue = Queue(_QUEUE) if self.async_writes else None
         spec = table_spec(name, self.source(name, 0), self.curvatures[name], self.second_moment, 0.5)
-        add_table(optimizer._state, spec, Storage(durability=self.durability, queue=queue))
+        add_table(optimizer._state, spec, optimizer._state.storage)
+
+
+def over(backend: str, scenarios: Sequence[Scenario]) -> tuple[Scenario, ...]:
+    """Return scenarios with their tables in another backend."""
+    return tuple(
+        replace(each, name=f"{each.name}, {backend}", backend=backend) if backend != "memmap" else each
+        for each in scenarios
+    )
 
 
 FLAT = {"left": 0.0, "right": 0.0, "extra": 0.0}

@@ -162,7 +162,7 @@ def test_what_may_be_left_of_a_file(tmp_path):
     rng = random.Random(7)
     found = set()
     for number in range(300):
-        image = Image({"a": 1}, {"a": 2, "b": 1}, {1: old}, {1: new, 2: new})
+        image = Image(0, {0: {"a": 1}}, {0: {"a": 2, "b": 1}}, {1: old}, {1: new, 2: new})
         image.draw(rng, tmp_path / str(number))
         for path in (tmp_path / str(number)).iterdir():
             data = path.read_bytes()
@@ -179,13 +179,13 @@ def test_a_sync_makes_what_is_written_durable(tmp_path):
         file = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
         os.write(file, b"one")
         os.fsync(file)
-        assert device.image().old_names == {}
+        assert device.image().old_names == {os.stat(tmp_path).st_ino: {}}
         directory = os.open(tmp_path, os.O_RDONLY)
         os.fsync(directory)
         os.write(file, b"two")
     image = device.image()
     device.close()
-    (key,) = image.old_names.values()
+    (key,) = image.old_names[image.root].values()
     assert (image.synced[key], image.current[key]) == (b"one", b"onetwo")
     for descriptor in (file, directory):
         os.close(descriptor)

@@ -6,7 +6,6 @@ import pytest
 
 from dsa.demo import picture
 from dsa.demo.graph import EdgeList, build_graph, parse_edges, read_mammals
-from dsa.manifolds import PoincareBall
 
 
 def disk_points(count, seed=0):
@@ -14,51 +13,6 @@ def disk_points(count, seed=0):
     angle = random.uniform(0.0, 2 * np.pi, count)
     radius = np.sqrt(random.uniform(0.0, 0.999, count))
     return np.column_stack([radius * np.cos(angle), radius * np.sin(angle)])
-
-
-def test_arcs_are_geodesics():
-    """The distances of a point of a geodesic to both of its ends add up to that of the ends."""
-    start, end = disk_points(50), disk_points(50, seed=1)
-    arcs = picture.geodesics(start, end, count=9)
-    assert arcs[:, 0] == pytest.approx(start)
-    assert arcs[:, -1] == pytest.approx(end)
-    ball = PoincareBall(1.0)
-    whole = ball.dist(start, end).ravel()
-    for point in range(9):
-        parts = ball.dist(start, arcs[:, point]).ravel() + ball.dist(arcs[:, point], end).ravel()
-        assert parts == pytest.approx(whole, rel=1e-7)
-
-
-def test_arcs_through_the_centre_and_of_no_length():
-    start = np.array([[0.5, 0.0], [0.2, 0.1], [0.0, 0.0]])
-    end = np.array([[-0.5, 0.0], [0.2, 0.1], [0.0, 0.9]])
-    arcs = picture.geodesics(start, end, count=3)
-    assert arcs[0] == pytest.approx(np.array([[0.5, 0.0], [0.0, 0.0], [-0.5, 0.0]]), abs=1e-12)
-    assert arcs[1] == pytest.approx(np.tile([0.2, 0.1], (3, 1)))
-    assert arcs[2] == pytest.approx(np.array([[0.0, 0.0], [0.0, 0.45], [0.0, 0.9]]))
-
-
-def test_arcs_are_evenly_spaced():
-    arcs = picture.geodesics(disk_points(50), disk_points(50, seed=1), count=7)
-    steps = np.linalg.norm(np.diff(arcs, axis=1), axis=-1)
-    assert steps == pytest.approx(np.repeat(steps[:, :1], 6, axis=1))
-
-
-@pytest.mark.parametrize("dim", [1, 2, 3, 10])
-def test_projection_keeps_the_distance_to_the_centre(dim):
-    points = np.random.default_rng(dim).normal(size=(30, dim)) / (3 * dim)
-    points[0] = 0.0
-    flat = picture.flatten(points)
-    assert flat.shape == (30, 2)
-    assert np.linalg.norm(flat, axis=1) == pytest.approx(np.linalg.norm(points, axis=1))
-
-
-def test_projection_finds_the_plane_that_points_lie_in():
-    plane = disk_points(40) / 2
-    basis = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 2)))[0]
-    flat = picture.flatten(plane @ basis.T)
-    angles = np.abs(flat @ flat.T)
-    assert angles == pytest.approx(np.abs(plane @ plane.T), abs=1e-9)
 
 
 def test_the_nearest_ancestor_is_the_deepest():
@@ -108,8 +62,8 @@ def test_two_nodes_on_one_spot_and_names_that_are_markup(tmp_path):
 
 def test_names_do_not_lie_on_each_other(tmp_path, monkeypatch):
     axes = []
-    original = picture._draw_labels
-    monkeypatch.setattr(picture, "_draw_labels", lambda *given: (axes.append(given[0]), original(*given)))
+    original = picture.draw_names
+    monkeypatch.setattr(picture, "draw_names", lambda *given: (axes.append(given[0]), original(*given)))
     graph = build_graph(read_mammals())
     picture.draw(graph, disk_points(len(graph)), 1.0, tmp_path / "ball.png")
     boxes = [label.get_window_extent() for label in axes[0].texts]

@@ -196,7 +196,7 @@ CONSTRUCTIONS = [
     ({"k": -1.0}, ValueError, "k"),
     ({"state": "sgd"}, ValueError, "state='sgd' is not known: use one of"),
     ({"init_max_norm_fraction": 0.0}, ValueError, "init_max_norm_fraction=0.0 is out of range"),
-    ({"backend": "zarr"}, ValueError, "backend='zarr' is not known"),
+    ({"backend": "parquet"}, ValueError, "backend='parquet' is not known"),
     ({"allocate": "lazily"}, ValueError, "allocate='lazily' is not known"),
     ({"durability": "always"}, ValueError, "durability='always' is not known"),
     ({"resume": "auto"}, TypeError, "resume='auto' is not a choice"),

@@ -2,12 +2,14 @@
 
 import copy
 import io
+import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from layers import MEMORY_AND_DISK, backward, contents, fit, row, step, weights
+from safetensors.torch import load_file, save_file
 
 from dsa.errors import StateClosedError, StateMismatchError
 
@@ -50,7 +52,23 @@ def test_the_reference(make):
     assert reference["tables"] == ["embedding"]
     of_module = layer.state_dict()
     assert list(of_module) == ["_extra_state"]
-    assert of_module["_extra_state"]["identity"] == reference["identity"]
+    decoded = json.loads(bytes(of_module["_extra_state"].tolist()))
+    assert decoded["identity"] == reference["identity"]
+
+
+def test_a_model_goes_through_safetensors(make, tmp_path):
+    layer, optimizer = make.pair("disk", 4, 2)
+    model = torch.nn.ModuleDict({"table": layer, "head": torch.nn.Linear(2, 1)})
+    step(layer, optimizer, [1])
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    model.load_state_dict(saved)
+    step(layer, optimizer, [1])
+    with pytest.raises(RuntimeError, match="saved at step 1"):
+        model.load_state_dict(saved)
+    saved["table._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="can't be read"):
+        model.load_state_dict(saved)
 
 
 @both

@@ -1,0 +1,262 @@
+"""One field of a compressed live Zarr table: shards of small chunks that are replaced as a whole.
+
+A shard is written under another name, synced, and renamed: whoever reads the group, and whoever opens it
+after a kill or a loss of power, sees the old shard or the new one. The places of all chunks are kept in
+memory, 16 bytes for each.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa import system
+from dsa.backends.chunk_cache import run_bounds
+from dsa.backends.zarr_group import LABEL_BYTES, corrupt, shard_files, shard_label
+from dsa.errors import StateCorruptError
+from dsa.kernels.columns import Units, scatter_column, unit_of, units_of
+from dsa.kernels.threads import run_slices
+from dsa.schema import Records, Rows
+from dsa.shards.encoding import decode_chunk, encode_chunk, index_bytes, place_index, read_index
+from dsa.shards.layout import ArrayLayout
+
+__all__ = ["CompressedArray", "Replacement", "make_empty_shards"]
+
+_BINARY: Final = getattr(os, "O_BINARY", 0)
+
+
+class Replacement(NamedTuple):
+    """A shard that is written and not yet in its place.
+
+    Args:
+        shard: Its number.
+        chunks: The chunks that differ, as numbers in the table, increasing.
+        rows: Their rows, one chunk after the other.
+        places: Offset and length of each chunk of the shard.
+    """
+
+    shard: int
+    chunks: NDArray[np.int64]
+    rows: Units
+    places: NDArray[np.int64]
+
+
+@final
+class CompressedArray:
+    """The shards of one field. The owner keeps `decode` and `adopt` from running at the same time.
+
+    Args:
+        table: The table's directory.
+        identity: The table's id.
+        layout: How the array is cut.
+        field: The field's place in the record.
+        offset: Where the field lies in a record, in bytes.
+
+    Raises:
+        StateCorruptError: a shard is missing, truncated, extended, damaged in its index or another one.
+    """
+
+    def __init__(self, table: Path, identity: str, layout: ArrayLayout, field: int, offset: int) -> None:
+        self._table, self._identity, self._field = table, identity, field
+        self.layout = layout
+        self.unit = unit_of(layout.spec.row_bytes)
+        self.column = offset // self.unit.itemsize
+        self._files = shard_files(table, layout)
+        self._places: list[NDArray[np.int64] | None] = [None] * layout.shards
+        self._unsynced: set[int] = set()
+        for shard in range(layout.shards):
+            self._known(shard)
+
+    @property
+    def files(self) -> Iterator[Path]:
+        """The shards' files."""
+        return iter(self._files)
+
+    def decode(self, chunks: NDArray[np.int64], blocks: list[Units]) -> None:
+        """Decompress chunks into blocks of rows.
+
+        Args:
+            chunks: Numbers in the table, at least one, increasing.
+            blocks: As many arrays, each of a chunk's rows.
+
+        Raises:
+            StateCorruptError: a chunk is damaged.
+        """
+        for shard, begin, end in self._by_shard(chunks):
+            places = self._known(shard)[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
+            with self._open(shard) as file:
+                for k, (offset, length) in enumerate(places, begin):
+                    data = system.read_at(file.fileno(), length, offset) if length else b""
+                    self._decode(int(chunks[k]), data, length, blocks[k])
+
+    def announce(self, chunks: NDArray[np.int64]) -> None:
+        """Announce where chunks lie to the system; see `decode` for them."""
+        for shard, begin, end in self._by_shard(chunks):
+            known = self._places[shard]  # not read anew: it may be about to change
+            if known is None:
+                continue
+            places = known[chunks[begin:end] % self.layout.chunks_per_shard]
+            starts, lengths = places[places[:, 1] > 0].T.tolist()
+            with self._open(shard) as file:
+                system.announce_ranges(file.fileno(), starts, lengths)
+
+    def prepare(self, shard: int, rows: Rows, records: Records) -> Replacement:
+        """Write a shard anew, in which some rows are other ones, beside the one that is in place.
+
+        Args:
+            shard: Its number.
+            rows: Rows of it, increasing.
+            records: The records that their fields are taken from.
+
+        Raises:
+            StateCorruptError: a chunk that holds one of the rows is damaged.
+        """
+        layout, base = self.layout, shard * self.layout.chunks_per_shard
+        owners = rows // layout.chunk_rows
+        bounds = run_bounds(owners)
+        chunks = owners[bounds[:-1]]
+        places = self._known(shard).tolist()
+        encoded = self._read_chunks(shard, places)
+        units, width = units_of(records, self.unit), layout.spec.row_bytes // self.unit.itemsize
+        fresh = np.zeros((len(chunks) * layout.chunk_rows, width), self.unit)
+
+        def renew(start: int, stop: int) -> None:
+            for k in range(start // layout.chunk_rows, stop // layout.chunk_rows):
+                block = fresh[k * layout.chunk_rows : (k + 1) * layout.chunk_rows]
+                begin, end, chunk = int(bounds[k]), int(bounds[k + 1]), int(chunks[k])
+                if end - begin < layout.chunk_rows:
+                    self._decode(chunk, encoded[chunk - base], places[chunk - base][1], block)
+                first = chunk * layout.chunk_rows
+                scatter_column(block, rows[begin:end], first, units[begin:end], self.column)
+                encoded[chunk - base] = encode_chunk(layout, block)
+
+        run_slices(renew, len(fresh))
+        self._write(shard, encoded)
+        return Replacement(shard, chunks, fresh, _places_of(encoded))
+
+    def adopt(self, replacement: Replacement) -> None:
+        """Put a shard that was prepared in its place."""
+        shard = replacement.shard
+        # Interrupted anywhere, the places are unknown and are read from whichever file is there.
+        self._places[shard] = None
+        os.replace(_temporary(self._files[shard]), self._files[shard])
+        self._unsynced.add(shard)
+        self._places[shard] = replacement.places
+
+    def discard(self, shard: int) -> None:
+        """Remove what `prepare` has left of a shard, if anything."""
+        _temporary(self._files[shard]).unlink(missing_ok=True)
+
+    def flush(self) -> None:
+        """Return once the names of the shards that were replaced are on the device; their data is."""
+        for shard in sorted(self._unsynced):
+            self._unsynced.discard(shard)
+            try:
+                system.sync_directory(self._files[shard].parent)
+            except BaseException:
+                self._unsynced.add(shard)
+                raise
+
+    def _by_shard(self, chunks: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+        shards = chunks // self.layout.chunks_per_shard
+        for begin, end in itertools.pairwise(run_bounds(shards).tolist()):
+            yield int(shards[begin]), begin, end
+
+    def _name(self, shard: int) -> str:
+        return f"shard {shard} of its field {self.layout.spec.name!r}"
+
+    def _open(self, shard: int) -> io.FileIO:
+        try:
+            return open(self._files[shard], "rb", buffering=0)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise corrupt(self._table, f"lacks {self._name(shard)}") from error
+
+    def _known(self, shard: int) -> NDArray[np.int64]:
+        places = self._places[shard]
+        if places is None:
+            places = self._places[shard] = self._read_places(shard)
+        return places
+
+    def _read_places(self, shard: int) -> NDArray[np.int64]:
+        layout = self.layout
+        where = self._name(shard)
+        tail = LABEL_BYTES + index_bytes(layout.chunks_per_shard)
+        opened = self._open(shard)
+        try:
+            with opened as file:
+                data_bytes = os.fstat(file.fileno()).st_size - tail
+                stored = system.read_at(file.fileno(), tail, data_bytes) if data_bytes >= 0 else b""
+            places = read_index(layout, stored[LABEL_BYTES:], data_bytes)
+        except StateCorruptError as error:
+            what = f"is damaged: the index of {where} does not match its checksum"
+            raise corrupt(self._table, what) from error
+        if stored[:LABEL_BYTES] != shard_label(self._identity, self._field, shard):
+            raise corrupt(self._table, f"has a damaged or foreign file in place of {where}")
+        return np.array(places, np.int64).reshape(-1, 2)
+
+    def _read_chunks(self, shard: int, places: list[list[int]]) -> list[bytes | memoryview]:
+        with self._open(shard) as file:
+            data = memoryview(file.read())
+        if any(offset + length > len(data) for offset, length in places):
+            raise corrupt(self._table, f"is damaged: {self._name(shard)} is truncated")
+        return [data[offset : offset + length] for offset, length in places]
+
+    def _decode(self, chunk: int, data: bytes | memoryview, length: int, block: Units) -> None:
+        try:
+            if len(data) != length:
+                raise StateCorruptError(f"its file ends {length - len(data)} bytes early")
+            decode_chunk(self.layout, data, out=block)
+        except StateCorruptError as error:
+            name, first = self.layout.spec.name, chunk * self.layout.chunk_rows
+            raise corrupt(
+                self._table,
+                f"is damaged: chunk {chunk} of its field {name!r}, with the rows from {first} to "
+                f"{first + self.layout.chunk_rows - 1}, can't be read ({error})",
+            ) from error
+
+    def _write(self, shard: int, encoded: list[bytes | memoryview]) -> None:
+        label = shard_label(self._identity, self._field, shard)
+        index = place_index([len(chunk) for chunk in encoded])
+        _write_synced(_temporary(self._files[shard]), b"".join([*encoded, label, index]))
+
+
+def _places_of(encoded: list[bytes | memoryview]) -> NDArray[np.int64]:
+    lengths = np.array([len(chunk) for chunk in encoded])
+    return np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
+
+
+def _temporary(file: Path) -> Path:
+    return file.with_name(f"{file.name}.tmp")
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o644)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(file, left) :]
+        system.sync_file(file)
+    finally:
+        os.close(file)
+
+
+def make_empty_shards(table: Path, identity: str, layout: ArrayLayout, field: int) -> None:
+    """Make the files of an array, all of whose chunks are absent: a file that is missing is damage.
+
+    Args:
+        table: The table's directory.
+        identity: The table's id.
+        layout: How the array is cut.
+        field: The field's place in the record.
+    """
+    index = place_index([0] * layout.chunks_per_shard)
+    for shard, path in enumerate(shard_files(table, layout)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(shard_label(identity, field, shard) + index)

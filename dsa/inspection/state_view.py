@@ -1,0 +1,221 @@
+"""A state directory, looked at while training goes on or when it is over."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Self, final
+
+from dsa.content import StateContent
+from dsa.errors import StateClosedError, StateCorruptError
+from dsa.init import from_json
+from dsa.inspection import arrays, text
+from dsa.inspection.directory import ObservedDirectory
+from dsa.inspection.overlaid import OverlaidBackend
+from dsa.inspection.sources import open_source
+from dsa.inspection.table_view import TableView
+from dsa.manifolds import curvature_from_json
+from dsa.metadata import METADATA_NAME
+from dsa.progress import Progress
+from dsa.table import Table
+
+if TYPE_CHECKING:
+    from xarray import DataTree
+else:
+    DataTree = Any  # so that annotations can be looked up where xarray is not installed
+
+__all__ = ["StateView", "open_state"]
+
+
+def open_state(path: str | os.PathLike[str]) -> StateView:
+    """Look at a state directory without changing anything in it.
+
+    No lock is taken and no file made or written, so that it works beside a process that trains there, which
+    it doesn't slow down, and on read-only media. Where a killed process has left a journal, its last steps
+    are read from there.
+
+    Args:
+        path: The directory that an optimizer was given as its `disk_dir` or `state_dir`.
+
+    Raises:
+        StateNotFoundError: it holds no state.
+        StateCorruptError: a file is damaged, truncated, extended, missing or foreign.
+        StateMismatchError: it holds state of an older release.
+        StateIncompleteError: its creation was interrupted, or is under way.
+
+    Example:
+        >>> import tempfile
+        >>> from dsa import DiskSparseRiemannianAdam, init
+        >>> path = tempfile.mkdtemp()
+        >>> tables = {"entity": init.Zeros(1000, 2)}
+        >>> optimizer = DiskSparseRiemannianAdam(tables, lr=0.1, k=0.0, disk_dir=path)
+        >>> _ = optimizer.step({"entity": ([7], [[1.0, -1.0]])})
+        >>> with open_state(path) as state:
+        ...     entity = state["entity"]
+        ...     entity.shape, state.global_step, int(entity["t"].sum())
+        ((1000, 2), 1, 1)
+        >>> optimizer.close()
+    """
+    return StateView(Path(path).absolute())
+
+
+@final
+class StateView:
+    """A state directory, to be looked at. Made by `open_state`; closed by `close` or at the end of a `with`.
+
+    A mapping from names to `TableView`. Tables that are added to the state later are not in it.
+
+    Args:
+        path: The directory, absolute.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._directory = ObservedDirectory(path)
+        self._closed = False
+        self._overlaid: list[OverlaidBackend] = []
+        tables: dict[str, TableView] = {}
+        try:
+            for index, stored in enumerate(self._directory.metadata().tables):
+                source = open_source(path, stored)
+                self._overlaid.append(OverlaidBackend(source, self._directory, index))
+                table = _table_of(path, stored, self._overlaid[-1])
+                tables[table.name] = TableView(source, self._overlaid[-1], table, self, index)
+            self.standing()
+        except BaseException:
+            self.close()
+            raise
+        self._tables = MappingProxyType(tables)
+        weakref.finalize(self, _close_all, self._overlaid).atexit = False
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._directory.path
+
+    @property
+    def tables(self) -> Mapping[str, TableView]:
+        """The tables by name, in the state's order."""
+        return self._tables
+
+    @property
+    def status(self) -> str:
+        """``"closed"``: it was closed properly. ``"open"``: a process is training, or was killed doing so."""
+        return self._directory.metadata().status
+
+    @property
+    def global_step(self) -> int:
+        """The last step that counts, which the journal knows while a process trains and after a kill.
+
+        With ``durability="none"`` there is no journal and it is the step of the last flush; likewise, beside
+        a process whose steps are too fast to be looked at between two of them.
+        """
+        return self.standing().global_step
+
+    @property
+    def change(self) -> dict[str, Any] | None:
+        """A change of a whole table that is under way or was interrupted: some rows have it, others not."""
+        return self.standing().change
+
+    @property
+    def closed(self) -> bool:
+        """Whether this view was closed."""
+        return self._closed
+
+    def standing(self) -> Progress:
+        """Return the counts of steps and the curvatures as of the last step that counts."""
+        self.require_open()
+        return self._directory.progress()
+
+    def journal_bytes(self) -> tuple[int, int]:
+        """Return the length of the journal and the bytes that it occupies on disk; zero without one."""
+        return self._directory.journal_bytes()
+
+    def content(self) -> StateContent:
+        """Return the state as what is copied from one place to another, read while it is copied.
+
+        Beside a process that trains, its blocks are of different steps.
+        """
+        exports = self._directory.metadata().exports
+        tables = tuple(table.content() for table in self._tables.values())
+        return StateContent(tables, self.global_step, dict(exports), self._directory.identity)
+
+    def to_xarray(self) -> DataTree:
+        """Return a DataTree with a Dataset for each table, without reading them; see `TableView.to_xarray`.
+
+        Raises:
+            ImportError: xarray is not installed.
+        """
+        attributes = {"directory": str(self.path), "status": self.status, "global_step": self.global_step}
+        return arrays.tree({name: table.to_xarray() for name, table in self._tables.items()}, attributes)
+
+    def require_open(self) -> None:
+        """Raise `StateClosedError` when the view was closed."""
+        if self._closed:
+            raise StateClosedError(
+                f"this view of {str(self.path)!r} was closed: call open_state({str(self.path)!r}) again"
+            )
+
+    def close(self) -> None:
+        """Let the files go; closing twice is silent.
+
+        They are unmapped once no array over them is left.
+        """
+        self._closed = True
+        _close_all(self._overlaid)
+
+    def __getitem__(self, name: str) -> TableView:
+        if name not in self._tables:
+            raise KeyError(f"there is no table {name!r}: the tables are {sorted(self._tables)}")
+        return self._tables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return text.safely(f"dsa state {str(self.path)!r}", lambda: text.state_text(self))
+
+    def _repr_html_(self) -> str:
+        return text.safely(f"dsa state {str(self.path)!r}", lambda: text.state_html(self), html=True)
+
+
+def _close_all(backends: list[OverlaidBackend]) -> None:
+    for backend in backends:
+        backend.close()
+
+
+def _table_of(path: Path, stored: Mapping[str, Any], backend: OverlaidBackend) -> Table:
+    try:
+        rule = stored["init"]
+        return Table(
+            str(stored["name"]),
+            backend,
+            None if rule is None else from_json(rule),
+            str(stored["second_moment"]),
+            float(stored["init_max_norm_fraction"]),
+            curvature_from_json(stored["k"]),
+            int(stored["steps"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, StateCorruptError):
+            raise
+        raise StateCorruptError(
+            f"the description of table {stored['name']!r} in {str(path)!r} can't be read ({error!r}): "
+            f"restore {METADATA_NAME} from a copy"
+        ) from error

@@ -1,0 +1,271 @@
+"""One table of a state, as arrays that are only read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.coalesce import as_rows
+from dsa.content import TableContent
+from dsa.init import Initializer
+from dsa.inspection import arrays, text
+from dsa.inspection.directory import file_sizes
+from dsa.inspection.overlaid import OverlaidBackend
+from dsa.inspection.sources import Source
+from dsa.progress import Progress
+from dsa.schema import Records, Schema
+from dsa.table import Table, fill_untouched, read_records, read_weights
+
+if TYPE_CHECKING:
+    from xarray import Dataset
+else:
+    Dataset = Any  # so that annotations can be looked up where xarray is not installed
+
+__all__ = ["Owner", "TableView"]
+
+
+class Owner(Protocol):
+    """The state that a table belongs to, which outlives it."""
+
+    def require_open(self) -> None:
+        """Raise `StateClosedError` when the state is no longer looked at."""
+        ...
+
+    def standing(self) -> Progress:
+        """Return where the state stands."""
+        ...
+
+
+@final
+class TableView:
+    """One table, to be looked at. Made by `open_state`.
+
+    ``table["w"]`` is a field of all rows as the table's file holds it at this moment: a numpy array over
+    mapped memory, ``(N, D)`` or for one number per row ``(N,)``, which can't be written. Nothing is read
+    until elements are used, whatever the table's size. In it
+
+    - rows that were never written (those whose stamp ``s`` is 0) are zero, whatever the initial weights,
+    - rows that training is writing at the moment may be half new, and the last step of a killed process may
+      not have arrived: the journal has it.
+
+    `read` and `weights` copy rows and have neither gap.
+
+    Of a table that is stored as Zarr, ``table["w"]`` is a `zarr.Array`: its slices are numpy arrays.
+
+    Args:
+        source: Its records, opened for reading.
+        overlaid: The same with what the journal says of them.
+        table: What the description says of it.
+        state: The state that it belongs to.
+        index: Its position in the state.
+    """
+
+    def __init__(
+        self, source: Source, overlaid: OverlaidBackend, table: Table, state: Owner, index: int
+    ) -> None:
+        """Keep what it is handed; `dsa.inspection.state_view` is the way to call this."""
+        self._source = source
+        self._overlaid = overlaid
+        self._table = table
+        self._state = state
+        self._index = index
+
+    @property
+    def name(self) -> str:
+        """The user's name for it."""
+        return self._table.name
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return len(self._overlaid)
+
+    @property
+    def dim(self) -> int:
+        """Elements of a row, D."""
+        return self.schema.dim
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, D)``."""
+        return self.rows, self.dim
+
+    @property
+    def schema(self) -> Schema:
+        """The layout of a record."""
+        return self._overlaid.schema
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields of a row, in storage order: of w, m, v, t and s, those that there are."""
+        return self.schema.names
+
+    @property
+    def second_moment(self) -> str:
+        """The meaning of ``v``: ``"coordinate"``, ``"frame"`` or ``"row"``."""
+        return self._table.second_moment
+
+    @property
+    def initializer(self) -> Initializer | None:
+        """The rule that gives rows their first weights; None when all were written at creation."""
+        return self._table.initializer
+
+    @property
+    def k(self) -> float:
+        """Curvature magnitude as of the last step that counts; 0 is flat space."""
+        return self._state.standing().curvatures[self._index]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in which the table took part."""
+        return self._state.standing().steps[self._index]
+
+    @property
+    def file_bytes(self) -> int:
+        """The length of the table's files."""
+        return sum(file_sizes(file)[0] for file in self._source.files)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes that they occupy on disk, which a sparse file's length exceeds."""
+        return sum(file_sizes(file)[1] for file in self._source.files)
+
+    @property
+    def logical_bytes(self) -> int:
+        """The bytes of weights, moments and counters, without stamps and padding."""
+        fields = self.schema.fields
+        return self.rows * sum(self.schema.field_bytes(field) for field in fields if field.name != "s")
+
+    def __getitem__(self, field: str) -> NDArray[Any]:
+        """Return a field of all rows as the file holds it, without reading it; see the class.
+
+        Raises:
+            KeyError: there is no such field.
+            StateClosedError: the view was closed.
+        """
+        self._state.require_open()
+        if field not in self.fields:
+            raise KeyError(f"table {self.name!r} has no field {field!r}: it has {', '.join(self.fields)}")
+        return self._source.field(field)
+
+    def read(self, rows: NDArray[Any] | Sequence[int], *, initial: bool = True) -> Records:
+        """Return the records of some rows as training would read them. The values are not judged.
+
+        Args:
+            rows: ``(B,)`` of an integer dtype, in any order, duplicates allowed.
+            initial: Whether rows that were never written get their initial weights; otherwise they are zero,
+                as they are stored. Their stamp is 0 either way.
+
+        Returns:
+            ``(B,)`` records, which the caller owns.
+
+        Raises:
+            RowIndexError, RowTypeError: the rows can't be used.
+            StateClosedError: the view was closed, or the state replaced.
+        """
+        unique, inverse = self._unique(rows)
+        table = self._current()
+        records = read_records(table, unique) if initial else self._overlaid.read(unique)
+        return np.asarray(records[inverse])
+
+    def weights(self, rows: NDArray[Any] | Sequence[int]) -> NDArray[np.float32]:
+        """Return the weights of some rows as training would read them.
+
+        Rows that were never written have their initial weights, and on a ball all are inside it.
+
+        Args:
+            rows: ``(B,)`` of an integer dtype, in any order, duplicates allowed.
+
+        Returns:
+            ``(B, D)`` float32.
+
+        Raises:
+            RowIndexError, RowTypeError: the rows can't be used.
+            CorruptRowError: a stored row is implausible.
+            KeyError: the weights are not in the table but a parameter in memory.
+            StateClosedError: the view was closed, or the state replaced.
+        """
+        if "w" not in self.fields:
+            raise KeyError(
+                f"table {self.name!r} holds no weights, they are a parameter in memory: look at the module"
+            )
+        unique, inverse = self._unique(rows)
+        return np.asarray(read_weights(self._current(), unique)[inverse])
+
+    def announce(self, rows: NDArray[np.int64]) -> None:
+        """Tell the system which rows will be read soon: ``(B,)`` int64, strictly increasing."""
+        self._state.require_open()
+        self._overlaid.hint(rows)
+
+    def scan(self) -> Iterator[tuple[int, Records]]:
+        """Yield all records in blocks ``(first row, records)`` as they are stored.
+
+        Rows that were never written are zero. Beside a process that trains, the blocks are of different
+        steps.
+        """
+        self._state.require_open()
+        yield from self._overlaid.scan(0, self.rows)
+
+    def content(self) -> TableContent:
+        """Return the table as `dsa.content` describes what is copied from one place to another."""
+        table = self._current()
+        return TableContent(
+            table.name,
+            self.rows,
+            self.schema,
+            self._blocks,
+            table.k,
+            table.steps,
+            table.second_moment,
+            table.init_max_norm_fraction,
+            table.initializer,
+        )
+
+    def to_xarray(self) -> Dataset:
+        """Return the fields as a Dataset with the dimensions ``row`` and ``dim``, without reading them.
+
+        The arrays are those of ``table[field]``. Slicing reads what it selects; ``ds.w.where(ds.s > 0)``
+        leaves out rows that were never written.
+
+        Raises:
+            ImportError: xarray is not installed.
+        """
+        self._state.require_open()
+        return arrays.dataset({name: self._source.field(name) for name in self.fields}, self._attributes())
+
+    def __repr__(self) -> str:
+        return text.safely(f"dsa table {self.name!r}", lambda: text.table_text(self))
+
+    def _repr_html_(self) -> str:
+        return text.safely(f"dsa table {self.name!r}", lambda: text.table_html(self), html=True)
+
+    def _attributes(self) -> dict[str, Any]:
+        rule = self.initializer
+        return {
+            "table": self.name,
+            "k": self.k,
+            "steps": self.steps,
+            "second_moment": self.second_moment,
+            "initializer": "none" if rule is None else repr(rule),
+        }
+
+    def _current(self) -> Table:
+        self._state.require_open()
+        standing = self._state.standing()
+        self._table.k, self._table.steps = standing.curvatures[self._index], standing.steps[self._index]
+        return self._table
+
+    def _blocks(self) -> Iterator[tuple[int, Records]]:
+        table = self._current()
+        for first, records in self._overlaid.scan(0, self.rows):
+            yield first, fill_untouched(table, np.arange(first, first + len(records)), records)
+
+    def _unique(self, rows: NDArray[Any] | Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+        given = np.asarray(rows)
+        if given.size == 0 and not isinstance(rows, np.ndarray):
+            given = given.astype(np.int64)  # numpy takes an empty list for floating-point numbers
+        unique, inverse = np.unique(as_rows(given, self.rows, self.name), return_inverse=True)
+        return unique, inverse

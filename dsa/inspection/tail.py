@@ -1,0 +1,121 @@
+"""The end of a journal that another process may be writing: entries read from the file, laid over rows.
+
+Entries are read with ordinary reads, never through a mapping, since whoever opens the directory next may
+truncate the journal, and they count only if their checksums say that they are whole.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, BinaryIO, Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.errors import StateCorruptError
+from dsa.journal_format import BODY, Entry, Slot, decode_entry, entry_length
+from dsa.schema import Records, Rows
+
+__all__ = ["Kept", "Tail", "read_entries", "still_counting"]
+
+_HEAD_BYTES: Final = 4096
+
+
+class Kept(NamedTuple):
+    """Entries of the journal in order, and where in the ring the next one may begin."""
+
+    entries: list[Entry]
+    end: int
+
+
+@final
+class Tail:
+    """What the journal says beyond the tables: the newest records of some rows, and the progress."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.note = entries[-1].note if entries else None
+        self._entries = entries
+        self._merged: dict[int, tuple[Rows, NDArray[Any]]] = {}
+
+    def lay_over(self, index: int, rows: Rows, records: Records) -> None:
+        """Replace those records that the journal knows better.
+
+        Args:
+            index: The table's position in the state.
+            rows: ``(B,)`` int64, strictly increasing.
+            records: ``(B,)``, what the table holds of them.
+
+        Raises:
+            StateCorruptError: an entry does not fit the table.
+        """
+        known, raw = self._of_table(index)
+        if not len(known) or not len(rows):
+            return
+        if raw.shape[1] != records.dtype.itemsize:
+            raise StateCorruptError(
+                f"the journal holds records of {raw.shape[1]} bytes for a table of {records.dtype.itemsize}: "
+                "restore the directory from a copy"
+            )
+        places = np.minimum(np.searchsorted(known, rows), len(known) - 1)
+        hits = np.flatnonzero(known[places] == rows)
+        newest = np.ascontiguousarray(raw[places[hits]])
+        records[hits] = newest.view(records.dtype)[:, 0]
+
+    def _of_table(self, index: int) -> tuple[Rows, NDArray[Any]]:
+        if index not in self._merged:
+            self._merged[index] = _newest(
+                [part for entry in self._entries for part in entry.parts if part.table == index]
+            )
+        return self._merged[index]
+
+
+def still_counting(kept: Kept, slot: Slot) -> Kept:
+    """Return those of the entries read before that the journal still keeps: they don't change."""
+    entries = [entry for entry in kept.entries if entry.sequence >= slot.head_sequence]
+    if not entries or entries[0].sequence > slot.head_sequence:
+        return Kept([], slot.head)
+    return Kept(entries, kept.end)
+
+
+def read_entries(file: BinaryIO, slot: Slot, kept: Kept) -> Kept:
+    """Return the committed entries in order, from the oldest kept, as far as they are whole."""
+    size = os.fstat(file.fileno()).st_size
+    entries, place = list(kept.entries), kept.end
+    while True:
+        # An entry follows the one before it, or starts the ring again.
+        for start in (place, 0):
+            entry = _read_entry(file, BODY + start, slot.head_sequence + len(entries), size)
+            if entry is not None:
+                break
+        if entry is None:
+            return Kept(entries, place)
+        entries.append(entry)
+        place = start + entry.end
+
+
+def _read_entry(file: BinaryIO, start: int, sequence: int, size: int) -> Entry | None:
+    file.seek(start)
+    head = file.read(_HEAD_BYTES)
+    length = entry_length(head, sequence)
+    if not 0 < length <= size - start:
+        return None
+    # A bytearray, since the checksum's kernel is compiled for memory that can be written.
+    memory = bytearray(head[:length])
+    memory += file.read(length - len(memory))
+    return decode_entry(memory, 0, sequence) if len(memory) == length else None
+
+
+def _newest(parts: list[Any]) -> tuple[Rows, NDArray[Any]]:
+    """Return the distinct rows of entries' parts in order, and what the last of them says of each."""
+    parts = [part for part in parts if len(part.rows)]
+    if not parts:
+        return np.empty(0, np.int64), np.empty((0, 0), np.uint8)
+    if len({part.records.shape[1] for part in parts}) > 1:
+        raise StateCorruptError(
+            "the entries of the journal hold records of several sizes for one table: restore the directory "
+            "from a copy"
+        )
+    rows = np.concatenate([part.rows for part in reversed(parts)])
+    records = np.concatenate([part.records for part in reversed(parts)])
+    distinct, first = np.unique(rows, return_index=True)
+    return distinct, records[first]

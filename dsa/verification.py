@@ -1,0 +1,291 @@
+"""Is what is on disk whole? Every block of a checkpoint, every record of a state directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+
+from dsa import system
+from dsa.checkpoint import Checkpoint, OpenedContent, open_content
+from dsa.checkpoint.meter import Advance, Progress, metered
+from dsa.checkpoint.places import StorageOptions
+from dsa.checkpoint.reading import StoredTable, verify_tables
+from dsa.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointIncompleteError,
+    StateCorruptError,
+    StateIncompleteError,
+)
+from dsa.inspection import StateView, TableView, open_state
+from dsa.kernels.checks import describe_fault, first_implausible
+from dsa.metadata import owned_files, read_metadata, table_file_name
+from dsa.schema import Records
+from dsa.subjects import Kind, find_checkpoint, state_directory
+
+__all__ = ["Verification", "verify"]
+
+_MOST_PER_TABLE: Final = 5
+
+_Damage = (StateCorruptError, StateIncompleteError, CheckpointCorruptError, CheckpointIncompleteError)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a verification found.
+
+    Args:
+        url: What was looked at.
+        kind: ``"state"``, or the kind of the checkpoint; None when that can't be told any more.
+        global_step: Steps that the state has taken; None likewise.
+        tables: How many tables were read.
+        nbytes: Bytes of content that were read and compared or judged.
+        problems: What is wrong, the first ones of each table; empty when nothing is.
+        remarks: What is no damage but good to know.
+    """
+
+    url: str
+    kind: Kind | None
+    global_step: int | None
+    tables: int
+    nbytes: int
+    problems: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything by name, as what `json.dumps` takes."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def verify(
+    url: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    progress: Progress = False,
+    storage_options: StorageOptions | None = None,
+) -> Verification:
+    """Find out whether a state directory or a checkpoint is whole; nothing of it is changed.
+
+    Of a checkpoint every block is compared with its checksum, and of a differential one its base's too. A
+    state directory has no checksums over its records: its description, the headers and sizes of its files and
+    its journal are checked, and every record for what no training produces. Damage that leaves plausible
+    numbers is found in a checkpoint only.
+
+    Args:
+        url: A state directory, or a checkpoint at a path or an fsspec URL.
+        base: The full checkpoint that a differential one is relative to, if it isn't beside it.
+        progress: True for a bar, or a function of the bytes done and their total.
+        storage_options: For fsspec.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        StateMismatchError, CheckpointMismatchError: it is of another format, or of another release.
+
+    Example:
+        >>> import tempfile
+        >>> from dsa import DiskSparseRiemannianAdam, init
+        >>> path = tempfile.mkdtemp()
+        >>> tables = {"entity": init.Zeros(1000, 2)}
+        >>> with DiskSparseRiemannianAdam(tables, k=0.0, disk_dir=f"{path}/run") as optimizer:
+        ...     _ = optimizer.export_checkpoint(f"{path}/checkpoint")
+        >>> verify(f"{path}/run").ok, verify(f"{path}/checkpoint").ok
+        (True, True)
+    """
+    name = os.fspath(url)
+    directory = state_directory(url, storage_options)
+    if directory is not None:
+        try:
+            with open_state(directory) as view:
+                return _verified_state(view, progress)
+        except _Damage as error:
+            return Verification(str(directory), "state", None, 0, 0, (str(error),))
+    try:
+        checkpoint = find_checkpoint(url, storage_options)
+    except _Damage as error:
+        return Verification(name, None, None, 0, 0, (str(error),))
+    return _verified_checkpoint(checkpoint, base, progress, storage_options)
+
+
+def _verified_checkpoint(
+    checkpoint: Checkpoint,
+    base: str | os.PathLike[str] | None,
+    progress: Progress,
+    storage_options: StorageOptions | None,
+) -> Verification:
+    problems: list[str] = []
+    opened = None
+    expected = checkpoint.nbytes
+    if checkpoint.kind == "delta":
+        try:
+            opened = open_content(checkpoint.url, base=base, storage_options=storage_options)
+            expected += opened.nbytes
+        except CheckpointError as error:
+            problems.append(str(error))
+    read = 0
+    with metered(progress, expected, "verify") as advance:
+
+        def count(size: int) -> None:
+            nonlocal read
+            read += size
+            advance(size)
+
+        problems = [*_bad_blocks(checkpoint, count), *problems]
+        if opened is not None and not problems:
+            problems += _bad_together(opened, count)
+    manifest = checkpoint.manifest
+    return Verification(
+        checkpoint.url, manifest.kind, manifest.global_step, len(checkpoint.tables), read, tuple(problems)
+    )
+
+
+def _bad_together(opened: OpenedContent, advance: Advance) -> list[str]:
+    """Return what is wrong with a delta over its base, which an import would read just so."""
+    tables = opened.content.tables
+    share = opened.nbytes / sum(table.rows * table.schema.dtype.itemsize for table in tables)
+    try:
+        for table in tables:
+            for _, records in table.blocks():
+                advance(round(records.nbytes * share))
+    except _Damage as error:
+        return [f"together with its base: {error}"]
+    return []
+
+
+def _bad_blocks(checkpoint: Checkpoint, advance: Advance) -> Iterator[str]:
+    """Yield what is wrong with the first bad block of each field."""
+    for table in checkpoint.stored:
+        for name, array in table.arrays.items():
+            try:
+                verify_tables(checkpoint.source, [StoredTable(table.entry, {name: array})], advance)
+            except CheckpointCorruptError as error:
+                yield str(error)
+
+
+def _verified_state(view: StateView, progress: Progress) -> Verification:
+    nbytes = sum(table.rows * table.schema.dtype.itemsize for table in view.tables.values())
+    problems: list[str] = []
+    with metered(progress, nbytes, "verify") as advance:
+        for table in view.tables.values():
+            try:
+                problems += _bad_rows(view, table, advance)
+            except StateCorruptError as error:
+                problems.append(str(error))
+    interrupted, remarks = _standing(view)
+    return Verification(
+        str(view.path),
+        "state",
+        view.global_step,
+        len(view.tables),
+        nbytes,
+        (*interrupted, *problems),
+        tuple(remarks),
+    )
+
+
+def _bad_rows(view: StateView, table: TableView, advance: Advance) -> list[str]:
+    """Return what is wrong with the first bad rows of a table."""
+    problems: list[str] = []
+    latest = _Latest()
+    for first, records in table.scan():
+        start = 0
+        while len(problems) < _MOST_PER_TABLE:
+            position = first_implausible(records[start:])
+            if position < 0:
+                break
+            start += position
+            fault = describe_fault(records, start)
+            problems.append(f"row {first + start} of table {table.name!r} can't be used: {fault}")
+            start += 1
+        if not problems:
+            problems += _outside(table, first, records)
+            latest.take(first, records)
+        advance(records.nbytes)
+        if problems:
+            return problems
+    # A process that trains may have gone on since: the step is asked for last.
+    if latest.stamp > view.global_step + 1 and not _is_unsure(view):
+        problems.append(
+            f"row {latest.row} of table {table.name!r} was written in step {latest.stamp - 1}, and the state "
+            f"is at step {view.global_step}: its description or the table is not of this state"
+        )
+    return problems
+
+
+@final
+class _Latest:
+    """The row that was written last."""
+
+    def __init__(self) -> None:
+        self.stamp = 0
+        self.row = 0
+
+    def take(self, first: int, records: Records) -> None:
+        """Take in a block."""
+        position = int(np.argmax(records["s"]))
+        if records["s"][position] > self.stamp:
+            self.stamp, self.row = int(records["s"][position]), first + position
+
+
+def _outside(table: TableView, first: int, records: Records) -> list[str]:
+    """Return what is wrong with the first row outside the ball, if there is one."""
+    if table.k == 0.0 or "w" not in table.fields:
+        return []
+    squares = np.einsum("ij,ij->i", records["w"], records["w"], dtype=np.float64)
+    places = np.flatnonzero(table.k * squares > 1.0)
+    if not len(places):
+        return []
+    norm = float(np.sqrt(squares[places[0]]))
+    return [
+        f"row {first + int(places[0])} of table {table.name!r} can't be used: its norm {norm:.6g} is outside "
+        f"the ball of radius {table.k**-0.5:.6g}"
+    ]
+
+
+def _is_unsure(view: StateView) -> bool:
+    """Tell whether the count of steps is only that of the last flush."""
+    stored = read_metadata(view.path)
+    return stored is None or (stored.status == "open" and stored.durability == "none")
+
+
+def _standing(view: StateView) -> tuple[list[str], list[str]]:
+    """Return what is wrong with the state as a whole, and what is good to know of it."""
+    problems: list[str] = []
+    remarks: list[str] = []
+    stored = read_metadata(view.path)
+    if stored is None:
+        return problems, remarks
+    if stored.status == "open":
+        remarks.append(
+            "it was not closed: a process has it open, or was killed; the next opening replays its journal, "
+            "which is whole"
+            if stored.durability != "none"
+            else "it was not closed and has no journal (durability='none'): its last steps may be torn, and "
+            "the count of steps is that of the last flush"
+        )
+        if stored.durability == "process" and stored.boot != system.boot_identity():
+            remarks.append(
+                "the machine was restarted while it was open: with durability='process' that may have lost "
+                "or torn steps"
+            )
+    if view.change is not None:
+        text = f"a change of a whole table was interrupted, or is under way: {view.change}"
+        lasting = stored.status == "open" and stored.durability == "none"
+        (problems if lasting else remarks).append(text)
+    names = {
+        table_file_name(str(t["name"]), t.get("generation", 0), t["backend"]["kind"]) for t in stored.tables
+    }
+    left = [each.name for each in owned_files(Path(view.path)) if each.name not in names]
+    if left:
+        remarks.append(f"table files that no description names: {', '.join(left)}")
+    return problems, remarks

@@ -1,0 +1,261 @@
+"""The compressed Zarr backend: the suite, failing disks, and what is left after a kill."""
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+from zarr_tables import Compressed, decode, files_of, make, occupied
+
+from dsa.backends import compressed_array
+from dsa.backends.zarr_compressed import CompressedZarrBackend
+from dsa.backends.zarr_group import array_layouts
+from dsa.errors import StateClosedError
+from dsa.kernels.threads import thread_limit
+from dsa.schema import adam_schema
+from dsa.testing import BackendConformance, assert_records_equal, random_records
+
+SCHEMA = adam_schema(3)
+ROWS = 2_000
+
+
+class TestCompressedZarrBackend(BackendConformance):
+    """With one shard for each field."""
+
+    shard_bytes = None
+    cache_bytes = 1 << 22
+
+    def create(self, path, rows, schema):
+        return CompressedZarrBackend.create(
+            path, rows, schema, shard_bytes=self.shard_bytes, cache_bytes=self.cache_bytes
+        )
+
+    def reopen(self, path, description):
+        return CompressedZarrBackend.open(path, description, cache_bytes=self.cache_bytes)
+
+    def read_raw(self, path, description):
+        return decode(path, description)
+
+
+class TestSmallShardsAndCache(TestCompressedZarrBackend):
+    """Shards of a few chunks and a cache of a few slots, so that batches go in pieces."""
+
+    shard_bytes = 1 << 14
+    cache_bytes = 40_000
+
+
+HOOKS = Compressed(shard_bytes=1 << 12)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "table"
+
+
+def names_of(path):
+    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("existing", ["file", "directory"])
+def test_create_does_not_touch_what_exists(path, existing):
+    path.write_bytes(b"notes") if existing == "file" else path.mkdir()
+    with pytest.raises(FileExistsError, match="table"):
+        CompressedZarrBackend.create(path, 100, SCHEMA)
+    assert path.is_file() == (existing == "file")
+
+
+def test_a_creation_that_fails_leaves_nothing(path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(compressed_array, "shard_label", refuse)
+    with pytest.raises(OSError, match="no room"):
+        CompressedZarrBackend.create(path, 100, SCHEMA)
+    assert not any(path.parent.iterdir())
+
+
+def test_read_only(path):
+    description, records = make(HOOKS, path, ROWS, SCHEMA)
+    leftover = path / "w" / "c" / "1" / "0.tmp"
+    leftover.write_bytes(b"half a shard")
+    before = files_of(path)
+    backend = HOOKS.reopen(path, description, writable=False)
+    assert_records_equal(backend.read(np.arange(ROWS)), records)
+    backend.hint(np.arange(ROWS))
+    with pytest.raises(OSError, match="opened for reading") as caught:
+        backend.write(np.array([0]), records[:1])
+    assert caught.value.errno == errno.EROFS
+    backend.flush()
+    backend.close()
+    assert files_of(path) == before
+    HOOKS.reopen(path, description).close()
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda backend: backend.read(np.array([0])),
+        lambda backend: backend.write(np.array([0]), np.zeros(1, SCHEMA.dtype)),
+        lambda backend: list(backend.scan(0, 3)),
+        lambda backend: backend.hint(np.array([0])),
+        lambda backend: backend.flush(),
+    ],
+    ids=["read", "write", "scan", "hint", "flush"],
+)
+def test_use_after_close(path, use):
+    backend = CompressedZarrBackend.create(path, 3, SCHEMA)
+    backend.close()
+    with pytest.raises(StateClosedError):
+        use(backend)
+
+
+def test_a_fresh_table_takes_little_and_zeros_take_nothing(path):
+    schema = adam_schema(64)
+    backend = CompressedZarrBackend.create(path, 100_000, schema)
+    assert occupied(path) < 1 << 20
+    backend.write(np.arange(100_000), np.zeros(100_000, schema.dtype))
+    assert occupied(path) < 1 << 20
+    records = np.zeros(100_000, schema.dtype)
+    records["w"] = np.random.default_rng(1).standard_normal((100_000, 64))
+    records["s"] = 1
+    backend.write(np.arange(100_000), records)
+    backend.close()
+    assert occupied(path) < 0.4 * records.nbytes
+
+
+def test_a_write_rewrites_each_shard_once(path, monkeypatch):
+    """Every field of every shard that holds a row, and no other."""
+    description, _ = make(HOOKS, path, ROWS, SCHEMA)
+    backend = HOOKS.reopen(path, description)
+    shard_rows = array_layouts(description)[0].shard_rows
+    replaced = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (replaced.append(new), replace(old, new)))
+    rows = np.sort(np.concatenate([np.arange(0, 50, 3), shard_rows * 2 + np.arange(0, shard_rows, 7)]))
+    backend.write(rows, random_records(SCHEMA, len(rows), 1))
+    wanted = {path / field / "c" / shard / "0" for field in "wmv" for shard in "02"}
+    wanted |= {path / field / "c" / shard for field in "ts" for shard in "02"}
+    assert sorted(replaced) == sorted(wanted)
+    backend.close()
+
+
+@pytest.mark.parametrize("name", ["write", "fdatasync", "replace", "open"])
+@pytest.mark.parametrize("nth", range(12))
+def test_a_disk_that_refuses(path, monkeypatch, name, nth):
+    """Rows are old or new, no other changes, readers see whole shards, and trying again works."""
+    description, old = make(HOOKS, path, ROWS, SCHEMA)
+    names = names_of(path)
+    backend = HOOKS.reopen(path, description)
+    backend.read(np.arange(0, ROWS, 5))
+    rows = np.arange(100, 700, 2)
+    new = random_records(SCHEMA, len(rows), 1)
+    function, calls = getattr(os, name), 0
+
+    def failing(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls == nth + 1:
+            raise OSError(errno.ENOSPC, "no room")
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(os, name, failing)
+    with pytest.raises(OSError, match="no room"):
+        backend.write(rows, new.copy())
+    monkeypatch.setattr(os, name, function)
+    both = old.copy()
+    both[rows] = new
+    for found in (backend.read(np.arange(ROWS)), decode(path, description)):
+        for field in SCHEMA.names:
+            agree = (bits(found[field]) == bits(old[field])) | (bits(found[field]) == bits(both[field]))
+            assert agree.all()
+    assert_records_equal(decode(path, description), backend.read(np.arange(ROWS)))
+    assert names_of(path) == names
+    backend.write(rows, new)
+    assert_records_equal(backend.read(np.arange(ROWS)), both)
+    backend.close()
+    assert_records_equal(decode(path, description), both)
+
+
+def bits(field):
+    """Return the bytes of each row as one row of a matrix."""
+    return np.ascontiguousarray(field).view(np.uint8).reshape(len(field), -1)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("nth", range(10))
+def test_an_interrupt_at_a_rename(path, monkeypatch, moment, nth):
+    """Ctrl-C between a rename and what memory knows of it: the next read looks at the file again."""
+    description, old = make(HOOKS, path, ROWS, SCHEMA)
+    backend = HOOKS.reopen(path, description)
+    backend.read(np.arange(ROWS))
+    rows = np.arange(100, 700, 2)
+    new = random_records(SCHEMA, len(rows), 1)
+    replace, calls = os.replace, 0
+
+    def interrupted(source, target):
+        nonlocal calls
+        calls += 1
+        if calls == nth + 1 and moment == "before":
+            raise KeyboardInterrupt
+        replace(source, target)
+        if calls == nth + 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.write(rows, new.copy())
+    monkeypatch.undo()
+    assert_records_equal(backend.read(np.arange(ROWS)), decode(path, description))
+    backend.write(rows, new)
+    old[rows] = new
+    assert_records_equal(backend.read(np.arange(ROWS)), old)
+    backend.close()
+
+
+def test_the_cache_follows_writes(path):
+    """Rows are read, written and read again, with a cache that holds all, some or hardly any of them."""
+    for cache_bytes in (1, 5_000, 1 << 20):
+        hooks = Compressed(shard_bytes=1 << 12, cache_bytes=cache_bytes)
+        table = path.with_name(f"table-{cache_bytes}")
+        backend = hooks.create(table, ROWS, SCHEMA)
+        model = np.zeros(ROWS, SCHEMA.dtype)
+        rng = np.random.default_rng(cache_bytes)
+        for number in range(25):
+            rows = np.flatnonzero(rng.random(ROWS) < rng.choice([0.003, 0.1, 0.9]))
+            with thread_limit(1 + number % 2):
+                assert_records_equal(backend.read(rows), model[rows])
+                model[rows] = random_records(SCHEMA, len(rows), number)
+                backend.write(rows, model[rows])
+        assert_records_equal(backend.read(np.arange(ROWS)), model)
+        backend.close()
+        assert_records_equal(decode(table, backend.describe()), model)
+
+
+def test_reads_beside_writes_through_a_small_cache(path):
+    """Rows that no write names stay right while their chunks come and go."""
+    backend = Compressed(shard_bytes=1 << 12, cache_bytes=20_000).create(path, ROWS, SCHEMA)
+    records = random_records(SCHEMA, ROWS, 0)
+    backend.write(np.arange(ROWS), records.copy())
+    still = np.arange(1, ROWS, 2)
+    stop, wrong = threading.Event(), []
+
+    def read(seed):
+        rng = np.random.default_rng(seed)
+        while not stop.is_set():
+            rows = np.sort(rng.choice(still, 60, replace=False))
+            if backend.read(rows).tobytes() != records[rows].tobytes():
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(14):
+        rows = np.arange(2 * (number % 7), ROWS, 14)
+        backend.write(rows, random_records(SCHEMA, len(rows), number))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    backend.close()
