@@ -231,15 +231,15 @@ def from_json(data: Any) -> Initializer:  # noqa: ANN401 - JSON is untyped until
     expected = [field.name for field in fields(_KINDS[kind])]
     if parameters.keys() != set(expected):
         raise StateCorruptError(
-            f"the initialiser {data!r} can't be read, since kind {kind!r} has parameters {expected}: restore the "
-            "description that it stands in from a copy"
+            f"the initialiser {data!r} can't be read, since kind {kind!r} has parameters {expected}: restore "
+            "the description that holds it from a copy"
         )
     try:
         return _KINDS[kind](**parameters)
     except (TypeError, ValueError, OverflowError) as error:
         raise StateCorruptError(
-            f"the initialiser {data!r} can't be read ({error}): restore the description that it stands in from "
-            "a copy"
+            f"the initialiser {data!r} can't be read ({error}): restore the description that holds it from a "
+            "copy"
         ) from error
 
 

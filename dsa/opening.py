@@ -216,7 +216,8 @@ def _refuse_unfinished(path: Path, stored: Metadata) -> None:
 
 def _summary(path: Path, stored: Metadata) -> str:
     tables = ", ".join(f"{table.get('name')!r} ({_shape(table)})" for table in stored.tables)
-    held = f"state at step {stored.global_step}, with the tables {tables or 'none'}"
+    step = f"step {stored.global_step}" + (" or later (it was not closed)" if stored.status == "open" else "")
+    held = f"state at {step}, with the tables {tables or 'none'}"
     return f"the directory {str(path)!r} already holds {held}"
 
 

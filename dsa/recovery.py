@@ -93,20 +93,25 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: i
             StateWarning,
         )
         return
-    if stored.durability == "process" and stored.boot != system.boot_identity():
+    restarted = stored.durability == "process" and stored.boot != system.boot_identity()
+    if restarted:
         stored.exports = {}
         notify(
             f"the machine was restarted while the state in {str(path)!r} was open: with durability='process' "
             "that may have lost or torn steps; durability='power' survives it",
             StateWarning,
         )
-    journal = Journal.open(path / JOURNAL_NAME, stored.identity, durable=False)
     try:
-        _replay(journal, stored, tables, last_step)
-        for table in tables:
-            drain_backend(table.backend)
-    finally:
-        journal.close(remove=False)
+        _replay_file(path, stored, tables, last_step)
+    except StateCorruptError as error:
+        # Nobody synced the journal. Without it a change of a whole table can't be finished, a step can.
+        if not restarted or stored.change is not None:
+            raise
+        notify(
+            f"{error}; the restart has left the tables as they are on disk, at about step "
+            f"{stored.global_step}: go on if that will do, or import a checkpoint",
+            StateWarning,
+        )
     if stored.durability == "power":
         _flush(tables)
     # What was exported at a later step is not of this history any more.
@@ -114,6 +119,16 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: i
     # From here on the tables and the description say it all, and a new journal may take the old one's place.
     stored.status = "closed"
     write_metadata(path, stored)
+
+
+def _replay_file(path: Path, stored: Metadata, tables: Sequence[Table], last_step: int | None) -> None:
+    journal = Journal.open(path / JOURNAL_NAME, stored.identity, durable=False)
+    try:
+        _replay(journal, stored, tables, last_step)
+        for table in tables:
+            drain_backend(table.backend)
+    finally:
+        journal.close(remove=False)
 
 
 def _flush(tables: Sequence[Table]) -> None:

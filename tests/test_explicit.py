@@ -779,7 +779,11 @@ def test_a_name_is_needed_where_there_are_several(tmp_path):
 def test_every_error_of_ours_has_a_base_and_a_builtin():
     for name in dsa.errors.__all__:
         kind = getattr(dsa.errors, name)
-        if not issubclass(kind, Warning) and kind not in (DSAError, dsa.errors.StateError, dsa.errors.CheckpointError):
+        if not issubclass(kind, Warning) and kind not in (
+            DSAError,
+            dsa.errors.StateError,
+            dsa.errors.CheckpointError,
+        ):
             assert issubclass(kind, DSAError)
             builtin = next(
                 base for base in kind.__mro__ if base.__module__ == "builtins" and base is not Exception

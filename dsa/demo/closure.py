@@ -39,8 +39,8 @@ def transitive_closure(edges: EdgeList, max_edges: int = MAX_CLOSURE_EDGES) -> E
     order, cycle = _ancestors_first(graph.offsets, graph.ancestors)
     if len(cycle):
         raise GraphError(
-            f"the edges form a cycle of {len(cycle)}, {_cycle_text(edges.names, cycle)}, and a closure needs a "
-            "graph without cycles: remove one of these edges or leave --closure out"
+            f"the edges form a cycle of {len(cycle)}: {_cycle_text(edges.names, cycle)}: a closure needs a "
+            "graph without cycles, remove one of these edges or leave --closure out"
         )
     lengths, ancestors = _close(order, graph.offsets, graph.ancestors, max_edges)
     if not len(lengths):

@@ -95,7 +95,7 @@ class Settings:
             return cls(**{field.name: data[field.name] for field in fields(cls)})
         except (KeyError, TypeError, ValueError) as error:
             raise StateCorruptError(
-                f"the settings {data!r} can't be read ({error}): restore the file that they stand in from a copy"
+                f"the settings {data!r} can't be read ({error}): restore the file that holds them from a copy"
             ) from error
 
     def steps_per_epoch(self, edges: int) -> int:
