@@ -42,8 +42,9 @@ toc_object_entries_show_parents = "hide"
 html_theme = "alabaster"
 html_theme_options = {
     "description": "Embedding tables that do not fit in memory",
-    "page_width": "70rem",
-    "body_max_width": "50rem",
+    "page_width": "75rem",
+    "body_max_width": "60rem",
+    "code_font_size": "0.8em",
     "sidebar_width": "15rem",
     "fixed_sidebar": True,
     "show_powered_by": False,

@@ -10,6 +10,7 @@ if _typing.TYPE_CHECKING:
     from dsa.embedding import DiskEmbedding, DiskEmbeddingBag
     from dsa.estimation import estimate
     from dsa.gradients import clip_grad_norm_, split_parameters
+    from dsa.inspection import open_state, summarize
     from dsa.optimizer import DiskSparseRiemannianAdam
     from dsa.prefetch import lookahead
     from dsa.sparse_adam import DiskSparseAdam
@@ -39,7 +40,9 @@ __all__ = [
     "lookahead",
     "migrate",
     "open_checkpoint",
+    "open_state",
     "split_parameters",
+    "summarize",
     "verify",
 ]
 __version__ = "0.4.0.dev0"
@@ -62,7 +65,9 @@ _HOMES = {
     "lookahead": ("dsa.prefetch", "lookahead"),
     "migrate": ("dsa.transfer", "migrate"),
     "open_checkpoint": ("dsa.checkpoint", "open_checkpoint"),
+    "open_state": ("dsa.inspection", "open_state"),
     "split_parameters": ("dsa.gradients", "split_parameters"),
+    "summarize": ("dsa.inspection", "summarize"),
     "verify": ("dsa.verification", "verify"),
 }
 

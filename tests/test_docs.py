@@ -14,8 +14,10 @@ import pytest
 from pages import ROOT, blocks, run
 from test_public_api import PUBLIC, load, objects
 
+import dsa
 from dsa import errors
 from dsa.cli import main
+from dsa.migration import SET_ASIDE
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))}
@@ -44,6 +46,17 @@ def test_recipes_and_tests_of_the_pages_exist():
             importlib.import_module(name)
         for path in re.findall(r"`((?:tests|docs|dsa|notebooks)/[\w./]+)`", page):
             assert (ROOT / path).exists(), f"{path} does not exist"
+
+
+def test_the_changelog_is_of_this_release_and_tells_its_defaults():
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert f"\n## {dsa.__version__.partition('.dev')[0]} " in text
+    assert f"`{SET_ASIDE}/`" in text
+    different = text.partition("**Defaults that differ")[2]
+    parameters = inspect.signature(dsa.DiskSparseRiemannianAdam).parameters
+    for name in ("durability", "allocate", "v_transport"):
+        assert f'`{name}="{parameters[name].default}"`' in different
+    assert parameters["async_writes"].default is False
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,8 @@ def test_c17_two_optimizers_one_schedule_saved_and_resumed(tmp_path):
         torch.load(tmp_path / where / "checkpoint.pt", weights_only=True) for where in ("whole", "parts")
     ]
     dense = [
-        {key: value for key, value in each["model"].items() if isinstance(value, torch.Tensor)}
+        # The tables' entries refer to their directories.
+        {key: value for key, value in each["model"].items() if not key.endswith("_extra_state")}
         for each in saved
     ]
     assert dense[0].keys() == dense[1].keys() >= {"top.0.weight", "top.2.bias"}

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, final
+from collections.abc import Iterator
+from typing import Any, Final, final
 
 import numpy as np
 import zarr
 from numpy.typing import NDArray
 
 from dsa.checkpoint.digests import new_hash, zeros_digest
-from dsa.checkpoint.plain import read_plain
+from dsa.checkpoint.plain import are_plain, read_plain
 from dsa.checkpoint.sources import Source
 from dsa.checkpoint.stored import StoredArray
 from dsa.errors import CheckpointCorruptError
 
 __all__ = ["BlockReader", "corrupt_block"]
+
+
+_PIECE_BYTES: Final = 1 << 20
 
 
 @final
@@ -40,6 +44,7 @@ class BlockReader:
         digest = array.entry.digest
         self.block_rows = digest.block_rows
         self.blocks = len(digest.blocks)
+        self.piece_rows = max(1, min(self.block_rows, _PIECE_BYTES // array.spec.row_bytes))
         self._array = _open(source, array, table)
 
     def rows_of(self, block: int) -> tuple[int, int]:
@@ -47,38 +52,77 @@ class BlockReader:
         start = block * self.block_rows
         return start, min(self.array.spec.rows, start + self.block_rows)
 
-    def load(self, block: int, verify: bool) -> NDArray[Any]:
-        """Return the rows of a block, which the caller must not change.
+    def load(self, block: int, verify: bool, piece_rows: int) -> list[NDArray[Any]]:
+        """Return the rows of a block, cut so that each piece can be forgotten once it was used.
 
         Args:
             block: Its number.
             verify: Compare with the checksum; a block of which a file is missing is compared in any case.
+            piece_rows: Rows of a piece; the last may have fewer. None of them may be changed.
 
         Raises:
             CheckpointCorruptError: it can't be read, or isn't what was written.
         """
         start, stop = self.rows_of(block)
-        if any(low <= start and stop <= high for low, high in self.array.absent):
-            return self._zeros(block, stop - start, verify)
-        rows = np.ascontiguousarray(self._read(block, start, stop))
-        if verify or any(low < stop and high > start for low, high in self.array.missing):
-            self._compare(block, rows)
-        return rows
+        if self._is_absent(start, stop):
+            if verify:
+                self._compare_zeros(block, stop - start)
+            zero = np.zeros((), self.array.spec.dtype)
+            sizes = (min(piece_rows, stop - low) for low in range(start, stop, piece_rows))
+            return [np.broadcast_to(zero, (size, *self.array.spec.shape[1:])) for size in sizes]
+        pieces = []
+        total = new_hash(self.array.entry.digest.algorithm)
+        compared = verify or any(low < stop and high > start for low, high in self.array.missing)
+        for piece in self._pieces(block, start, stop, piece_rows):
+            if compared:
+                total.update(piece.data.cast("B"))
+            pieces.append(piece)
+        if compared:
+            self._compare(block, total.hexdigest())
+        return pieces
 
-    def _zeros(self, block: int, rows: int, verify: bool) -> NDArray[Any]:
-        """Return rows of zeros that occupy no memory."""
-        spec, digest = self.array.spec, self.array.entry.digest
-        if verify and digest.blocks[block] != zeros_digest(digest.algorithm, rows * spec.row_bytes):
-            raise corrupt_block(self.table, spec.name, block, "doesn't match its checksum")
-        return np.broadcast_to(np.zeros((), spec.dtype), (rows, *spec.shape[1:]))
+    def check(self, block: int) -> int:
+        """Compare a block with its checksum and return its size in bytes.
 
-    def _read(self, block: int, start: int, stop: int) -> NDArray[Any]:
-        spec, plain = self.array.spec, self.array.plain
+        Raises:
+            CheckpointCorruptError: as `load` does.
+        """
+        start, stop = self.rows_of(block)
+        if self._is_absent(start, stop):
+            self._compare_zeros(block, stop - start)
+        else:
+            total = new_hash(self.array.entry.digest.algorithm)
+            for piece in self._pieces(block, start, stop, self.piece_rows):
+                total.update(piece.data.cast("B"))
+            self._compare(block, total.hexdigest())
+        return (stop - start) * self.array.spec.row_bytes
+
+    def _is_absent(self, start: int, stop: int) -> bool:
+        return any(low <= start and stop <= high for low, high in self.array.absent)
+
+    def _compare_zeros(self, block: int, rows: int) -> None:
+        algorithm = self.array.entry.digest.algorithm
+        self._compare(block, zeros_digest(algorithm, rows * self.array.spec.row_bytes))
+
+    def _compare(self, block: int, found: str) -> None:
+        if found != self.array.entry.digest.blocks[block]:
+            raise corrupt_block(self.table, self.array.spec.name, block, "doesn't match its checksum")
+
+    def _pieces(self, block: int, start: int, stop: int, piece_rows: int) -> Iterator[NDArray[Any]]:
+        """Yield a block's rows, C-contiguous."""
+        spec, plain, local = self.array.spec, self.array.plain, self.source.place.directory is not None
         try:
-            rows = None if plain is None else read_plain(self.source, self.array.path, plain, start, stop)
-            rows = self._array[start:stop] if rows is None else rows
-        except (OSError, MemoryError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
+            if plain is not None and are_plain(self.source, self.array.path, plain, start, stop):
+                # One request for a whole block, where each has to travel.
+                step = piece_rows if local else stop - start
+                for low in range(start, stop, step):
+                    high = min(stop, low + step)
+                    rows = read_plain(self.source, self.array.path, plain, low, high)
+                    yield from _cut(rows, piece_rows)
+                return
+            rows = self._array[start:stop]
+        except OSError as error:
+            if error.errno is not None:
                 raise
             raise corrupt_block(self.table, spec.name, block, f"can't be read ({error})") from error
         except Exception as error:
@@ -86,14 +130,16 @@ class BlockReader:
             raise corrupt_block(self.table, spec.name, block, reason) from error
         if not isinstance(rows, np.ndarray) or rows.shape != (stop - start, *spec.shape[1:]):
             raise corrupt_block(self.table, spec.name, block, "has another shape")
-        return rows.astype(spec.dtype, copy=False)
+        yield from _cut(np.ascontiguousarray(rows.astype(spec.dtype, copy=False)), piece_rows)
 
-    def _compare(self, block: int, rows: NDArray[Any]) -> None:
-        digest = self.array.entry.digest
-        total = new_hash(digest.algorithm)
-        total.update(rows.data.cast("B"))
-        if total.hexdigest() != digest.blocks[block]:
-            raise corrupt_block(self.table, self.array.spec.name, block, "doesn't match its checksum")
+
+def _cut(rows: NDArray[Any], piece_rows: int) -> Iterator[NDArray[Any]]:
+    """Yield rows in pieces that don't keep each other in memory."""
+    if len(rows) <= piece_rows:
+        yield rows
+    else:
+        for start in range(0, len(rows), piece_rows):
+            yield rows[start : start + piece_rows].copy()
 
 
 def corrupt_block(table: str, field: str, block: int, what: str) -> CheckpointCorruptError:

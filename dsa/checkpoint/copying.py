@@ -71,7 +71,7 @@ def copy_checkpoint(
                 while waiting:
                     advance(waiting.popleft().result())
             if verify:
-                verify_tables(Source(output.written()), checkpoint.stored, advance)
+                verify_tables(Source(output.written(), committed=False), checkpoint.stored, advance)
         return output.commit(root)
     except BaseException:
         output.abort()

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from dsa.checkpoint.sources import Source
 from dsa.shards.documents import array_document
-from dsa.shards.encoding import index_bytes, raw_index
+from dsa.shards.encoding import raw_index
 from dsa.shards.layout import ArrayLayout, ArraySpec
 
-__all__ = ["plain_layout", "read_plain"]
+__all__ = ["are_plain", "plain_layout", "read_plain"]
 
 _DESCRIBES_STORAGE = ("chunk_grid", "chunk_key_encoding", "codecs", "data_type", "fill_value", "shape")
 
@@ -40,8 +40,8 @@ def plain_layout(document: Mapping[str, Any], spec: ArraySpec) -> ArrayLayout | 
     return layout if all(document.get(key) == ours[key] for key in _DESCRIBES_STORAGE) else None
 
 
-def read_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop: int) -> NDArray[Any] | None:
-    """Return the rows of a half-open range, zeros where there is no shard; None if a shard isn't plain.
+def are_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop: int) -> bool:
+    """Tell whether the shards of a half-open range of rows are plain, as far as there are any.
 
     Args:
         source: The checkpoint.
@@ -50,28 +50,40 @@ def read_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop:
         start: First row.
         stop: One more than the last.
     """
+    expected = raw_index(layout.chunks_per_shard, layout.chunk_bytes)
+    for shard in range(start // layout.shard_rows, -(-stop // layout.shard_rows)):
+        key = f"{path}/{layout.shard_key(shard)}"
+        size = source.sizes.get(key, layout.shard_bytes + len(expected))
+        found = bytearray(expected)
+        if key in source.sizes:
+            source.read_into(key, layout.shard_bytes, memoryview(found))
+        if size != layout.shard_bytes + len(expected) or found != expected:
+            return False
+    return True
+
+
+def read_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop: int) -> NDArray[Any]:
+    """Return the rows of a half-open range of plain shards; zeros where there is no shard.
+
+    Args:
+        source: The checkpoint.
+        path: The array's path in it.
+        layout: The array's.
+        start: First row.
+        stop: One more than the last.
+
+    Raises:
+        ValueError: a shard has become shorter.
+    """
     spec = layout.spec
     rows = np.zeros((stop - start, *spec.shape[1:]), spec.dtype)
     data = rows.data.cast("B")
     for shard in range(start // layout.shard_rows, -(-stop // layout.shard_rows)):
         key = f"{path}/{layout.shard_key(shard)}"
-        size = source.sizes.get(key)
-        if size is None:
-            continue
-        if size != layout.shard_bytes + index_bytes(layout.chunks_per_shard) or not _is_plain(
-            source, key, layout
-        ):
-            return None
-        first = shard * layout.shard_rows
-        low, high = max(start, first), min(stop, first + layout.shard_rows)
-        part = data[(low - start) * spec.row_bytes : (high - start) * spec.row_bytes]
-        if source.read_into(key, (low - first) * spec.row_bytes, part) != len(part):
-            return None
+        if key in source.sizes:
+            first = shard * layout.shard_rows
+            low, high = max(start, first), min(stop, first + layout.shard_rows)
+            part = data[(low - start) * spec.row_bytes : (high - start) * spec.row_bytes]
+            if source.read_into(key, (low - first) * spec.row_bytes, part) != len(part):
+                raise ValueError(f"the shard {key!r} is shorter than it was")
     return rows
-
-
-def _is_plain(source: Source, key: str, layout: ArrayLayout) -> bool:
-    """Tell whether a shard's index says that its chunks lie one after the other."""
-    found = bytearray(index_bytes(layout.chunks_per_shard))
-    source.read_into(key, layout.shard_bytes, memoryview(found))
-    return found == raw_index(layout.chunks_per_shard, layout.chunk_bytes)

@@ -31,15 +31,20 @@ class Source:
 
     Args:
         place: The place.
+        committed: Whether it must have a root to be looked through; without one, what is there may be
+            somebody's home.
 
     Raises:
         FileNotFoundError: nothing is there.
         NotADirectoryError: a file is there.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, committed: bool = True) -> None:
         self.place = place
-        self.sizes = _local_sizes(place.directory) if place.directory is not None else _remote_sizes(place)
+        if place.directory is not None:
+            self.sizes = _local_sizes(place.directory, committed)
+        else:
+            self.sizes = _remote_sizes(place)
         """Bytes of each file by its key."""
 
     def path(self, key: str) -> Path | None:
@@ -104,15 +109,15 @@ class Source:
         return zarr.storage.FsspecStore(files, read_only=True, path=self.place.root)
 
 
-def _local_sizes(directory: Path) -> dict[str, int]:
+def _local_sizes(directory: Path, committed: bool) -> dict[str, int]:
     if not directory.is_dir():
         kind = NotADirectoryError if directory.exists() else FileNotFoundError
         raise kind(str(directory))
     sizes: dict[str, int] = {}
-    whole = (directory / DOCUMENT).exists()
+    whole = not committed or (directory / DOCUMENT).exists()
     for folder, folders, names in os.walk(directory):
         if not whole and folder != str(directory):
-            folders.clear()  # somebody's home, perhaps: whether there is a checkpoint in it is seen by now
+            folders.clear()  # a checkpoint that was copied into it is seen by now
         base = Path(folder).relative_to(directory).as_posix()
         for name in names:
             with suppress(FileNotFoundError):

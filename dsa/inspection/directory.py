@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, final
 
+from dsa import system
 from dsa.creation import JOURNAL_NAME
 from dsa.errors import (
     StateClosedError,
@@ -105,12 +106,19 @@ class ObservedDirectory:
             ) from error
         return self._metadata
 
+    @property
+    def restarted(self) -> bool:
+        """Whether a restart of the machine may have cost an open state steps, as recovery sees it."""
+        metadata = self._metadata
+        open_ = metadata.status == "open" and metadata.durability == "process"
+        return open_ and metadata.boot != system.boot_identity()
+
     def mark(self) -> Mark:
         """Return where the directory stands.
 
         Raises:
             StateClosedError: see `metadata`.
-            StateCorruptError: the journal is missing or damaged.
+            StateCorruptError: the journal is missing or damaged, and recovery would not go on without it.
         """
         fault = ""
         for _ in range(_TRIES):
@@ -125,6 +133,8 @@ class ObservedDirectory:
                 fault = "is missing"
             except ValueError as error:
                 fault = str(error)
+            if self._does_without():
+                return Mark(stamp, None)
             time.sleep(_PAUSE)  # whoever opens or closes the directory may be half-way
         raise self._corrupt(fault)
 
@@ -144,11 +154,23 @@ class ObservedDirectory:
             kept = read_entries(file, mark.slot, kept)
         following = mark.slot.head_sequence + len(kept.entries)
         if following <= mark.slot.last:
-            if self.mark() == mark:
+            if self.mark() != mark:
+                return None
+            if not self._does_without():
                 raise self._corrupt(f"is damaged in entry {following} of {mark.slot.last}")
-            return None
         self._kept, self._tail = kept, (mark, Tail(kept.entries))
         return self._tail[1]
+
+    def exports(self, global_step: int) -> dict[str, int]:
+        """Return the checkpoints of this history: content root, and the step each was made at.
+
+        Args:
+            global_step: Where the state stands; what was exported later is of a history that was lost.
+        """
+        metadata = self._metadata
+        if self.restarted or (metadata.status == "open" and metadata.durability == "none"):
+            return {}
+        return {root: step for root, step in metadata.exports.items() if step <= global_step}
 
     def progress(self) -> Progress:
         """Return counts and curvatures as of the last step that counts.
@@ -177,6 +199,10 @@ class ObservedDirectory:
     def journal_bytes(self) -> tuple[int, int]:
         """Return the length of the journal and the bytes that it occupies on disk; zero without one."""
         return file_sizes(self.path / JOURNAL_NAME)
+
+    def _does_without(self) -> bool:
+        # Nobody synced the journal of such a state; what a restart has left of it is what there is.
+        return self.restarted and self._metadata.change is None
 
     def _journal(self) -> BinaryIO:
         return (self.path / JOURNAL_NAME).open("rb")

@@ -138,9 +138,9 @@ class StateView:
 
         Beside a process that trains, its blocks are of different steps.
         """
-        exports = self._directory.metadata().exports
+        step = self.global_step
         tables = tuple(table.content() for table in self._tables.values())
-        return StateContent(tables, self.global_step, dict(exports), self._directory.identity)
+        return StateContent(tables, step, self._directory.exports(step), self._directory.identity)
 
     def to_xarray(self) -> DataTree:
         """Return a DataTree with a Dataset for each table, without reading them; see `TableView.to_xarray`.

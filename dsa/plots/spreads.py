@@ -109,6 +109,8 @@ def moment_scales(
 ) -> Axes:
     """Draw the first moment of each row against the root of its second, both as root mean squares.
 
+    Of a table on a ball with one second moment per row or per frame component, both are in hyperbolic units.
+
     Both are corrected for their start at zero where the number of updates is known. Gradients that always
     point the same way put a row on the diagonal; independent ones of mean zero put it near the lower line.
 
@@ -171,6 +173,8 @@ def _draw(axes: Axes, spread: Spread | None, colour: str, lacking: str) -> Sprea
     """Draw a distribution with its median."""
     if spread is None:
         raise ValueError(f"{lacking}: there is nothing to draw")
+    from matplotlib.ticker import MaxNLocator
+
     histogram = spread.histogram
     axes.stairs(histogram.counts, histogram.edges, fill=True, color=colour, alpha=0.85)
     axes.set_xlim(histogram.edges[0], histogram.edges[-1])
@@ -179,6 +183,7 @@ def _draw(axes: Axes, spread: Spread | None, colour: str, lacking: str) -> Sprea
         log_ticks(axes.xaxis)
     axes.axvline(spread.median, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
     quiet(axes)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     return spread
 
@@ -212,8 +217,15 @@ def _moments(
     name = ""
     if isinstance(source, TableView):
         name = source.name
-        records = source.read(touched_rows(source, _MOST_ROWS, "t"))
+        rows = touched_rows(source, _MOST_ROWS, "t")
+        records = source.read(rows)
         m, v, counts = records["m"], records["v"], records["t"]
+        if source.k > 0.0 and source.second_moment != "coordinate":
+            # There `v` is of gradients in hyperbolic units (see dsa.kernels.poincare), `m` in coordinates.
+            weights = np.asarray(source.weights(rows), np.float64)
+            scale = 2.0 / (1.0 - source.k * np.sum(np.square(weights), axis=1))
+            m = m * scale[:, None]
+            v = v / m.shape[1] if source.second_moment == "row" else v
     else:
         m = np.asarray(source)
     if v is None:

@@ -121,6 +121,18 @@ def test_round_trip_of_odd_shapes(tmp_path, rows, dim, compression):
     assert verify_with_zarr(path) == open_checkpoint(path).content_root
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize(("rows", "dim", "per"), [(5000, 3, "row"), (3001, 7, "element"), (700, 40, "row")])
+@pytest.mark.parametrize("sizes", [(300, 700), (700, 300), (1, 1)])
+def test_reading_in_small_pieces(tmp_path, monkeypatch, rows, dim, per, compression, sizes):
+    content = StateContent((sample_table(rows=rows, dim=dim, touched=0.5, per=per, block=1000),))
+    path = export(content, tmp_path / "k", compression=compression)
+    monkeypatch.setattr("dsa.checkpoint.blocks._PIECE_BYTES", sizes[0])
+    monkeypatch.setattr("dsa.checkpoint.streams._RECORD_BYTES", sizes[1])
+    assert_same(open_checkpoint(path).content(), content)
+    open_checkpoint(path).verify()
+
+
 def test_a_negative_zero_is_content(tmp_path):
     schema, records = sample_records(600, 4, touched=0.0)
     records["m"][300, 2] = -0.0

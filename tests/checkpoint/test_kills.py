@@ -142,5 +142,5 @@ def test_memory_is_bounded(tmp_path):
     used = {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines()}
     assert used.keys() == {"write", "read", "verify"}, done.stderr
     assert used["write"] < 60, used
-    assert used["read"] < 200, used
-    assert used["verify"] < 200, used
+    assert used["read"] < 100, used
+    assert used["verify"] < 100, used

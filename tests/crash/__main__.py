@@ -32,8 +32,8 @@ from references import workspace
 from scenarios import CHANGING, ENDURING, STEPPING, Scenario, over
 from tables import BACKENDS
 
-# Of a drain of compressed shards, which are synced one by one, hardly any would get through otherwise.
-_FAILING = {"memmap": 0.05, "zarr": 0.05, "zstd": 0.01}
+# What syncs many files at once would hardly ever get through otherwise.
+_FAILING = {"memmap": 0.05, "zarr": 0.03, "zstd": 0.01}
 _KINDS = ("steps", "changes", "replacements", "power", "failing-syncs", "errors", "interrupts", "lines")
 
 

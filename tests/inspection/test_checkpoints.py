@@ -33,7 +33,9 @@ def test_a_checkpoint_is_summarised_like_its_state(tmp_path, checkpoint):
 
 def test_a_view_can_be_exported(tmp_path, checkpoint):
     with open_state(tmp_path / "state") as state:
-        write_checkpoint(state.content(), tmp_path / "second")
+        content = state.content()
+        assert content.exports == {open_checkpoint(checkpoint).content_root: 3}
+        write_checkpoint(content, tmp_path / "second")
     first, second = open_checkpoint(checkpoint), open_checkpoint(tmp_path / "second")
     assert first.content_root == second.content_root
     for ours, theirs in zip(first.content().tables, second.content().tables, strict=True):

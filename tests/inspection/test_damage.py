@@ -164,6 +164,27 @@ def test_a_damaged_journal(killed, damage, match, monkeypatch):
     refuse(killed, StateCorruptError, match)
 
 
+@pytest.mark.parametrize("damage", ["missing", "header", "entry"])
+def test_after_a_restart_of_the_machine_a_damaged_journal_is_done_without(killed, damage):
+    """As recovery does: what can't be told any more is lost, and the tables are what they are."""
+    edit(killed, lambda c: c.update(boot="another"))
+    journal = killed / "dsa.journal"
+    raw = journal.read_bytes()
+    journal.write_bytes({"missing": b"", "header": bytes(9000), "entry": raw[:5000]}[damage])
+    if damage == "missing":
+        journal.unlink()
+    with open_state(killed) as state:
+        assert state.global_step == 0  # of the last flush
+        assert state["entity"].weights(range(300)).shape == (300, 4)
+        assert np.count_nonzero(state["entity"]["t"]) > 0
+    journal.write_bytes(raw)
+    with open_state(killed) as state:
+        assert state.global_step == 4
+    edit(killed, lambda c: c.update(change={"kind": "curvature", "table": "entity"}))
+    journal.unlink()
+    refuse(killed, StateCorruptError, "dsa.journal' is missing")
+
+
 def test_every_byte_of_the_last_entry_counts(killed):
     """A journal with one byte changed in its last entry is refused, or it was padding and reads the same."""
     raw = bytearray((killed / "dsa.journal").read_bytes())

@@ -11,7 +11,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from small_states import build, train
 
-from dsa import init, plots
+from dsa import DiskSparseRiemannianAdam, init, plots
 from dsa.inspection import open_state, summarize
 from dsa.plots.sampling import touched_rows
 
@@ -221,3 +221,20 @@ def test_what_is_heavy_is_imported_when_it_is_needed():
         capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("second_moment", ["row", "frame", "coordinate"])
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_moments_of_one_steady_gradient_lie_on_the_diagonal(tmp_path, second_moment, k):
+    """After the first step both corrected moments are the gradient, whatever the units."""
+    weights = np.random.default_rng(0).standard_normal((40, 5)).astype(np.float32) * 0.1
+    with DiskSparseRiemannianAdam(
+        {"entity": weights}, lr=1e-6, k=k, disk_dir=tmp_path / "s", second_moment=second_moment
+    ) as optimizer:
+        grad = np.random.default_rng(1).standard_normal((40, 5)).astype(np.float32)
+        optimizer.step({"entity": (np.arange(40), grad)})
+    with open_state(tmp_path / "s") as state:
+        axes = plots.moment_scales(state["entity"])
+        first, second = axes.collections[0].get_offsets().T[::-1]
+        np.testing.assert_allclose(first, second, rtol=0, atol=0.03)  # decades, on a hexagonal grid
+    pyplot.close(axes.figure)
