@@ -267,7 +267,7 @@ def named_table(tables: Mapping[str, Table], name: str | None) -> Table:
         return next(iter(tables.values()))
     if name is None or name not in tables:
         what = "a table has to be named" if name is None else f"there is no table {name!r}"
-        raise KeyError(f"{what}: the tables are {sorted(tables)}")
+        raise KeyError(f"{what}: name one of {sorted(tables)}")
     return tables[name]
 
 

@@ -126,7 +126,7 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """The place where a checkpoint was being written refused: it is full, a limit was met, a device failed."""
+    """The place where a checkpoint was being written refused: full, at a limit, or failing."""
 
 
 class CorruptRowError(DSAError, ValueError):

@@ -76,14 +76,16 @@ def _checked(foreign: Any, index: int, table: Table) -> tuple[int, FromArray, Fr
         )
     step, first, second = int(entry["step"]), FromArray(entry["exp_avg"]), FromArray(entry["exp_avg_sq"])
     if not 0 <= step < 2**31 - 1:
-        raise ValueError(f"'step' of parameter {index} is {step}: it has to be at least 0 and fit an int32")
+        raise ValueError(
+            f"'step' of parameter {index} is {step}, no int32 >= 0: pass the state dict of a SparseAdam"
+        )
     rows_per_block = max(1, _BLOCK_BYTES // (4 * table.dim))
     for (_, _), (start, block) in zip(
         first.blocks(rows_per_block), second.blocks(rows_per_block), strict=True
     ):
         if (block < 0.0).any():
             raise ValueError(
-                f"'exp_avg_sq' of parameter {index} holds a negative number in the rows from {start} on: a "
-                "mean of squares has none"
+                f"'exp_avg_sq' of parameter {index} holds a negative number in rows from {start} on: pass the "
+                "state dict of a SparseAdam"
             )
     return step, first, second

@@ -60,8 +60,8 @@ class FromArray:
             )
         if len(shape) != 2 or 0 in shape:
             raise ValueError(
-                f"the array has shape {tuple(shape)!r}: a table is 2-D, (rows, dim), with at least one row "
-                "and one element, so reshape the array"
+                f"the array has shape {tuple(shape)!r} and is no table: reshape it to (rows, dim), with at "
+                "least one row and one element"
             )
         if _is_tensor(self.array):
             _check_tensor(self.array)
@@ -91,7 +91,7 @@ class FromArray:
             ValueError: `block_rows` is below 1, a number isn't finite in float32, a slice has another shape.
         """
         if block_rows < 1:
-            raise ValueError(f"block_rows is {block_rows!r}: a block has at least one row")
+            raise ValueError(f"block_rows={block_rows!r} is out of range: pass at least 1")
         return (
             self._block(start, min(self.rows, start + block_rows))
             for start in range(0, self.rows, block_rows)

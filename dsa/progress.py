@@ -69,10 +69,13 @@ class Progress:
             good = len(steps) == len(curvatures) <= tables and (change is None or isinstance(change, dict))
             counts = (int(step), *map(int, steps))
         except (ValueError, TypeError) as error:
-            raise StateCorruptError(f"a journal entry's note can't be read: {error}") from error
+            raise StateCorruptError(
+                f"a journal entry's note can't be read ({error}): restore the directory from a copy"
+            ) from error
         if not good or min(counts) < 0:
             raise StateCorruptError(
-                f"a journal entry's note {data!r} does not fit a state of {tables} tables"
+                f"a journal entry's note {data!r} does not fit a state of {tables} tables: restore the "
+                "directory from a copy"
             )
         return cls(counts[0], counts[1:], tuple(map(curvature_from_json, curvatures)), change)
 

@@ -100,7 +100,7 @@ class Schema:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dim", operator.index(self.dim))  # numpy's integers are not JSON
         if self.dim < 1:
-            raise ValueError(f"dim is {self.dim}: an embedding needs at least one element")
+            raise ValueError(f"dim={self.dim} is out of range: pass at least 1")
         if not self.fields:
             raise ValueError("a schema without fields stores nothing: name at least one field")
         if len(set(self.names)) != len(self.fields):
@@ -149,7 +149,9 @@ class Schema:
             fields = tuple(Field(str(f["name"]), str(f["dtype"]), f["per"]) for f in data["fields"])
             return cls(data["dim"], fields)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise StateCorruptError(f"the record description {data!r} can't be read: {error}") from error
+            raise StateCorruptError(
+                f"the record description {data!r} can't be read ({error}): restore it from a copy"
+            ) from error
 
 
 @lru_cache(maxsize=64)

@@ -364,9 +364,15 @@ def apply_entry(tables: Sequence[Table], entry: Entry) -> None:
     for index, rows, raw in entry.parts:
         backend = tables[index].backend if index < len(tables) else None
         if backend is None or raw.shape[1] != backend.schema.dtype.itemsize:
-            raise StateCorruptError(f"entry {entry.sequence} of the journal does not fit the state's tables")
+            raise StateCorruptError(
+                f"entry {entry.sequence} of the journal does not fit the state's tables: restore the "
+                "directory from a copy"
+            )
         if len(rows) and not (rows[0] >= 0 and rows[-1] < len(backend)):
-            raise StateCorruptError(f"entry {entry.sequence} of the journal names rows outside table {index}")
+            raise StateCorruptError(
+                f"entry {entry.sequence} of the journal names rows outside table {index}: restore the "
+                "directory from a copy"
+            )
         backend.write(rows, np.ascontiguousarray(raw).view(backend.schema.dtype)[:, 0])
 
 

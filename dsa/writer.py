@@ -330,7 +330,9 @@ class WriteBehind:
 
     def _require_process(self) -> None:
         if os.getpid() != self._process:
-            raise StateClosedError("a write queue can't be used in a fork of the process that made it")
+            raise StateClosedError(
+                f"the write queue belongs to process {self._process} and this is a fork: use it there"
+            )
         if self._stopped:
             raise StateClosedError("the write queue was closed: open the state directory again")
 

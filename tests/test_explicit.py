@@ -668,7 +668,7 @@ WRONG_STEPS = [
     (
         {"other": ([0], ones(1))},
         KeyError,
-        r"there is no table 'other': the tables are \['entity', 'other one'\]",
+        r"there is no table 'other': name one of \['entity', 'other one'\]",
     ),
     ({None: ([0], ones(1))}, KeyError, "a table has to be named"),
     (
@@ -769,9 +769,7 @@ def test_reads_that_are_refused(optimizer, arguments, error, match):
 
 def test_a_name_is_needed_where_there_are_several(tmp_path):
     with build(tmp_path, [init.Zeros(3, 2), init.Zeros(3, 2)]) as optimizer:
-        with pytest.raises(
-            KeyError, match=r"a table has to be named: the tables are \['param_0', 'param_1'\]"
-        ):
+        with pytest.raises(KeyError, match=r"a table has to be named: name one of \['param_0', 'param_1'\]"):
             optimizer.read_rows([0])
         assert optimizer.read_rows([0], "param_1").shape == (1, 2)
 

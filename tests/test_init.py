@@ -297,7 +297,7 @@ def test_a_number_too_large_for_float32_is_refused(maker, tmp_path):
         (np.zeros(3), ValueError, r"shape \(3,\): a table is 2-D, \(rows, dim\)"),
         (np.zeros((3, 2, 1)), ValueError, r"shape \(3, 2, 1\)"),
         (np.float32(1.0), ValueError, r"shape \(\)"),
-        (np.zeros((3, 0)), ValueError, r"shape \(3, 0\): .* at least one row and one element"),
+        (np.zeros((3, 0)), ValueError, r"shape \(3, 0\) and is no table: reshape"),
         (np.zeros((0, 3)), ValueError, r"shape \(0, 3\)"),
         (torch.zeros(3), ValueError, r"shape \(3,\)"),
         (torch.zeros(3, 0), ValueError, r"shape \(3, 0\)"),
@@ -344,7 +344,7 @@ def test_slices_of_another_shape_are_refused():
 
 
 def test_a_block_has_at_least_one_row():
-    with pytest.raises(ValueError, match="block_rows is 0: a block has at least one row"):
+    with pytest.raises(ValueError, match="block_rows=0 is out of range: pass at least 1"):
         FromArray(sample()).blocks(0)
 
 

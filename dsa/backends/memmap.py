@@ -156,7 +156,7 @@ class MemmapBackend:
         """
         check_allocate(allocate)
         if rows < 1:
-            raise ValueError(f"rows={rows!r} is out of range: a table has at least one row")
+            raise ValueError(f"rows={rows!r} is out of range: pass at least 1")
         header: dict[str, Any] = {
             "kind": "memmap",
             "id": secrets.token_hex(8),

@@ -73,7 +73,7 @@ def describe_group(
     same rows.
     """
     if rows < 1:
-        raise ValueError(f"rows={rows!r} is out of range: a table has at least one row")
+        raise ValueError(f"rows={rows!r} is out of range: pass at least 1")
     specs = _specs(rows, schema)
     if compression is None:
         layouts = _mapped_layouts(specs, shard_bytes)

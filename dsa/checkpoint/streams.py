@@ -77,7 +77,7 @@ def record_blocks(
 ) -> Iterator[tuple[int, Records]]:
     """Yield the records of a table in blocks of a few megabytes.
 
-    What is held is a block of each field and no more: the next ones are loaded as the current ones are used
+    What is held is a block of each field and one more: the next ones are loaded as the current ones are used
     up.
 
     Args:
@@ -94,7 +94,8 @@ def record_blocks(
         step //= 2
     with Workers("dsa-import") as workers:
         columns = [_Column(reader, verify, step, workers) for reader in readers]
-        limit = sum(column.next_bytes for column in columns)
+        sizes = [column.next_bytes for column in columns]
+        limit = sum(sizes) + max(sizes)
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             for column in [column for column in columns if column.forget(start)]:

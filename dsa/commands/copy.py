@@ -7,12 +7,11 @@ import argparse
 from dsa.commands.options import (
     add_json,
     add_overwrite,
-    add_progress,
     add_storage_option,
     storage_options,
-    wants_progress,
 )
 from dsa.commands.output import print_checkpoint
+from dsa.commands.progress import add_progress, shown_progress
 
 __all__ = ["DETAILS", "add_arguments", "run"]
 
@@ -44,13 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     store = storage_options(arguments.storage_option)
     target_store = storage_options(arguments.target_storage_option) or store
-    url = copy_checkpoint(
-        arguments.source,
-        arguments.target,
-        overwrite=arguments.overwrite,
-        progress=wants_progress(arguments),
-        storage_options=store,
-        target_storage_options=target_store,
-    )
+    with shown_progress(arguments) as progress:
+        url = copy_checkpoint(
+            arguments.source,
+            arguments.target,
+            overwrite=arguments.overwrite,
+            progress=progress,
+            storage_options=store,
+            target_storage_options=target_store,
+        )
     print_checkpoint(url, arguments.json, target_store)
     return 0

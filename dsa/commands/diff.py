@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsa.commands.options import add_json, add_progress, add_storage_option, storage_options, wants_progress
+from dsa.commands.options import add_json, add_storage_option, storage_options
 from dsa.commands.output import KINDS, print_json
+from dsa.commands.progress import add_progress, shown_progress
 
 if TYPE_CHECKING:
     from dsa.comparison import Comparison, FieldComparison, Side, TableComparison
@@ -44,13 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dsa.comparison import diff
 
-    found = diff(
-        arguments.a,
-        arguments.b,
-        base=arguments.base,
-        progress=wants_progress(arguments),
-        storage_options=storage_options(arguments.storage_option),
-    )
+    with shown_progress(arguments) as progress:
+        found = diff(
+            arguments.a,
+            arguments.b,
+            base=arguments.base,
+            progress=progress,
+            storage_options=storage_options(arguments.storage_option),
+        )
     print_json(found.to_json()) if arguments.json else print("\n".join(_lines(found)))
     return 0 if found.same else 1
 

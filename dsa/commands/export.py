@@ -7,12 +7,11 @@ import argparse
 from dsa.commands.options import (
     add_json,
     add_overwrite,
-    add_progress,
     add_storage_option,
     storage_options,
-    wants_progress,
 )
 from dsa.commands.output import print_checkpoint
+from dsa.commands.progress import add_progress, shown_progress
 
 __all__ = ["DETAILS", "add_arguments", "run"]
 
@@ -67,15 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
             "out one of --base and --weights"
         )
     store = storage_options(arguments.storage_option)
-    options = ExportOptions(
-        overwrite=arguments.overwrite,
-        compression=None if arguments.compression == "none" else arguments.compression,
-        progress=wants_progress(arguments),
-        storage_options=store,
-    )
-    if arguments.weights:
-        url = export_directory_weights(arguments.state_dir, arguments.url, **options)
-    else:
-        url = export_directory(arguments.state_dir, arguments.url, base=arguments.base, **options)
+    with shown_progress(arguments) as progress:
+        options = ExportOptions(
+            overwrite=arguments.overwrite,
+            compression=None if arguments.compression == "none" else arguments.compression,
+            progress=progress,
+            storage_options=store,
+        )
+        if arguments.weights:
+            url = export_directory_weights(arguments.state_dir, arguments.url, **options)
+        else:
+            url = export_directory(arguments.state_dir, arguments.url, base=arguments.base, **options)
     print_checkpoint(url, arguments.json, store)
     return 0

@@ -7,12 +7,11 @@ import argparse
 from dsa.commands.options import (
     add_json,
     add_overwrite,
-    add_progress,
     add_storage_option,
     storage_options,
-    wants_progress,
 )
 from dsa.commands.output import print_checkpoint
+from dsa.commands.progress import add_progress, shown_progress
 
 __all__ = ["DETAILS", "add_arguments", "run"]
 
@@ -48,14 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
     from dsa.checkpoint import flatten_checkpoint
 
     store = storage_options(arguments.storage_option)
-    url = flatten_checkpoint(
-        arguments.delta,
-        arguments.target,
-        base=arguments.base,
-        overwrite=arguments.overwrite,
-        compression=None if arguments.compression == "none" else arguments.compression,
-        progress=wants_progress(arguments),
-        storage_options=store,
-    )
+    with shown_progress(arguments) as progress:
+        url = flatten_checkpoint(
+            arguments.delta,
+            arguments.target,
+            base=arguments.base,
+            overwrite=arguments.overwrite,
+            compression=None if arguments.compression == "none" else arguments.compression,
+            progress=progress,
+            storage_options=store,
+        )
     print_checkpoint(url, arguments.json, store)
     return 0

@@ -6,14 +6,13 @@ import argparse
 
 from dsa.commands.options import (
     add_json,
-    add_progress,
     add_storage,
     add_storage_option,
     storage_choice,
     storage_options,
-    wants_progress,
 )
 from dsa.commands.output import print_state
+from dsa.commands.progress import add_progress, shown_progress
 
 __all__ = ["DETAILS", "add_arguments", "run"]
 
@@ -47,13 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dsa.transfer import restore
 
-    restore(
-        arguments.url,
-        arguments.state_dir,
-        base=arguments.base,
-        storage=storage_choice(arguments),
-        progress=wants_progress(arguments),
-        storage_options=storage_options(arguments.storage_option),
-    )
+    with shown_progress(arguments) as progress:
+        restore(
+            arguments.url,
+            arguments.state_dir,
+            base=arguments.base,
+            storage=storage_choice(arguments),
+            progress=progress,
+            storage_options=storage_options(arguments.storage_option),
+        )
     print_state(arguments.state_dir, arguments.json)
     return 0

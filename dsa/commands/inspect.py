@@ -6,11 +6,13 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dsa.commands.options import add_json, add_progress, add_storage_option, storage_options, wants_progress
+from dsa.commands.options import add_json, add_storage_option, storage_options
 from dsa.commands.output import KINDS, print_json
+from dsa.commands.progress import add_progress, shown_progress
 
 if TYPE_CHECKING:
     from dsa.checkpoint import Checkpoint
+    from dsa.checkpoint.meter import Progress
     from dsa.inspection import StateSummary
     from dsa.subjects import Subject
 
@@ -45,8 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     from dsa.subjects import open_subject
 
     store = storage_options(arguments.storage_option)
-    with open_subject(arguments.url, base=arguments.base, storage_options=store) as subject:
-        summary = _summarize(subject, wants_progress(arguments))
+    with (
+        shown_progress(arguments) as progress,
+        open_subject(arguments.url, base=arguments.base, storage_options=store) as subject,
+    ):
+        summary = _summarize(subject, progress)
         about = None if subject.checkpoint is None else _about(subject.checkpoint)
     if arguments.json:
         print_json({"kind": subject.kind, "checkpoint": about, **summary.to_json()})
@@ -58,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _summarize(subject: Subject, progress: bool) -> StateSummary:
+def _summarize(subject: Subject, progress: Progress) -> StateSummary:
     from dsa.checkpoint.meter import metered
     from dsa.inspection import summarize
 

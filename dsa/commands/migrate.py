@@ -6,8 +6,9 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from dsa.commands.options import add_json, add_progress, add_storage, storage_choice, wants_progress
+from dsa.commands.options import add_json, add_storage, storage_choice
 from dsa.commands.output import print_state
+from dsa.commands.progress import add_progress, shown_progress
 
 __all__ = ["DETAILS", "add_arguments", "run"]
 
@@ -50,14 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dsa.transfer import migrate
 
-    migrate(
-        arguments.source,
-        arguments.directory,
-        shapes=dict(arguments.shape) if arguments.shape else None,
-        k=_curvatures(arguments.k or []),
-        storage=storage_choice(arguments),
-        progress=arguments.directory is not None and wants_progress(arguments),
-    )
+    with shown_progress(arguments) as progress:
+        migrate(
+            arguments.source,
+            arguments.directory,
+            shapes=dict(arguments.shape) if arguments.shape else None,
+            k=_curvatures(arguments.k or []),
+            storage=storage_choice(arguments),
+            progress=False if arguments.directory is None else progress,
+        )
     print_state(arguments.directory or arguments.source, arguments.json)
     return 0
 

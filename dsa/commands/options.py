@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,13 +12,11 @@ if TYPE_CHECKING:
 __all__ = [
     "add_json",
     "add_overwrite",
-    "add_progress",
     "add_storage",
     "add_storage_option",
     "key_value",
     "storage_choice",
     "storage_options",
-    "wants_progress",
 ]
 
 
@@ -35,20 +32,6 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace a checkpoint that is there; nothing else is replaced",
     )
-
-
-def add_progress(parser: argparse.ArgumentParser) -> None:
-    """Add ``--progress`` and ``--no-progress``."""
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        help="show a bar, or none (shown where standard error is a terminal)",
-    )
-
-
-def wants_progress(arguments: argparse.Namespace) -> bool:
-    """Return whether to show a bar."""
-    return sys.stderr.isatty() if arguments.progress is None else bool(arguments.progress)
 
 
 def add_storage_option(

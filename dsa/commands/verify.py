@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from dsa.commands.options import add_json, add_progress, add_storage_option, storage_options, wants_progress
+from dsa.commands.options import add_json, add_storage_option, storage_options
 from dsa.commands.output import KINDS, print_json
+from dsa.commands.progress import add_progress, shown_progress
 
 if TYPE_CHECKING:
     from dsa.verification import Verification
@@ -43,12 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dsa.verification import verify
 
-    found = verify(
-        arguments.url,
-        base=arguments.base,
-        progress=wants_progress(arguments),
-        storage_options=storage_options(arguments.storage_option),
-    )
+    with shown_progress(arguments) as progress:
+        found = verify(
+            arguments.url,
+            base=arguments.base,
+            progress=progress,
+            storage_options=storage_options(arguments.storage_option),
+        )
     print_json(found.to_json()) if arguments.json else print(_text(found))
     return 0 if found.ok else 1
 

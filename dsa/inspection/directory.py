@@ -97,7 +97,7 @@ class ObservedDirectory:
             if _stamp(self.path) != self._stamp:
                 stamp, metadata = self._load()
                 if metadata.identity != self.identity or not _continues(_layout(metadata), self._tables):
-                    raise StateNotFoundError
+                    raise _nothing_there(self.path)
                 self._stamp, self._metadata = stamp, metadata
         except (FileNotFoundError, NotADirectoryError, StateIncompleteError) as error:
             raise StateClosedError(
@@ -192,7 +192,7 @@ class ObservedDirectory:
             curvatures = tuple(curvature_from_json(table["k"]) for table in metadata.tables)
         except (ValueError, OverflowError) as error:
             raise StateCorruptError(
-                f"the description in {str(self.path)!r} can't be read: {error}"
+                f"the description in {str(self.path)!r} can't be read ({error}): restore it from a copy"
             ) from error
         return Progress(metadata.global_step, steps, curvatures, metadata.change)
 
@@ -219,7 +219,7 @@ class ObservedDirectory:
         if metadata.status == "creating":
             raise StateIncompleteError(
                 f"the state in {str(self.path)!r} is being made, or its creation was interrupted "
-                f"({metadata.note}): there is nothing in it to look at yet"
+                f"({metadata.note}): wait until it is made, or start over with resume=False"
             )
         return stamp, metadata
 

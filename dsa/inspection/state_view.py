@@ -168,7 +168,7 @@ class StateView:
 
     def __getitem__(self, name: str) -> TableView:
         if name not in self._tables:
-            raise KeyError(f"there is no table {name!r}: the tables are {sorted(self._tables)}")
+            raise KeyError(f"there is no table {name!r}: name one of {sorted(self._tables)}")
         return self._tables[name]
 
     def __iter__(self) -> Iterator[str]:

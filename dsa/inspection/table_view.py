@@ -148,7 +148,7 @@ class TableView:
         """
         self._state.require_open()
         if field not in self.fields:
-            raise KeyError(f"table {self.name!r} has no field {field!r}: it has {', '.join(self.fields)}")
+            raise KeyError(f"table {self.name!r} has no field {field!r}: use one of {', '.join(self.fields)}")
         return self._source.field(field)
 
     def read(self, rows: NDArray[Any] | Sequence[int], *, initial: bool = True) -> Records:

@@ -146,7 +146,9 @@ def table_content(
     try:
         schema = adam_schema(dim)
     except ValueError as error:
-        raise StateCorruptError(f"table {name!r} has the shape {shape}: {error}") from error
+        raise StateCorruptError(
+            f"table {name!r} has the shape {shape} ({error}): restore its description from a copy"
+        ) from error
     kept = {key: files[key] for key in (("w",) if reset else FIELDS)}
     return TableContent(name, rows, schema, partial(_stream, name, rows, schema, kept), k=k, steps=steps)
 

@@ -227,7 +227,7 @@ def _positions(
     """Return the points in the unit ball."""
     if isinstance(points, TableView):
         if points.k == 0.0:
-            raise ValueError(f"table {points.name!r} is flat: only a table with k > 0 lies in a ball")
+            raise ValueError(f"table {points.name!r} is flat and lies in no ball: pass a table with k > 0")
         scale = math.sqrt(points.k)
         chosen = touched_rows(points, _MOST_ROWS) if rows is None else rows
         positions = scale * points.weights(chosen).astype(np.float64)

@@ -172,7 +172,7 @@ def _spread(values: NDArray[Any], bins: int, *, integers: bool = False) -> Sprea
 def _draw(axes: Axes, spread: Spread | None, colour: str, lacking: str) -> Spread:
     """Draw a distribution with its median."""
     if spread is None:
-        raise ValueError(f"{lacking}: there is nothing to draw")
+        raise ValueError(f"{lacking}, so that there is nothing to draw: train first, or pass other rows")
     from matplotlib.ticker import MaxNLocator
 
     histogram = spread.histogram

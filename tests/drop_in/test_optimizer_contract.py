@@ -309,7 +309,7 @@ def test_prefetch_and_counts(make):
     users, items = make.disk(40, 2, name="users"), make.plain(40, 2)
     optimizer = make.adam([users.weight, items.weight])
     optimizer.prefetch(torch.tensor([[1, 2], [2, 3]]), "users")
-    with pytest.raises(KeyError, match=r"a table has to be named: the tables are \['param_1', 'users'\]"):
+    with pytest.raises(KeyError, match=r"a table has to be named: name one of \['param_1', 'users'\]"):
         optimizer.prefetch([1])
     (users(torch.tensor([1, 2])).sum() + items(torch.tensor([5])).sum()).backward()
     optimizer.step()

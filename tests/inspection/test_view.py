@@ -29,9 +29,9 @@ def test_what_a_view_says_of_a_state(path):
         assert entity.logical_bytes == 300 * (3 * 16 + 4)
         assert entity.file_bytes == (path / table_file_name("entity")).stat().st_size
         assert entity.disk_bytes > 0
-        with pytest.raises(KeyError, match=r"no table 'other': the tables are \['entity', 'flat'\]"):
+        with pytest.raises(KeyError, match=r"no table 'other': name one of \['entity', 'flat'\]"):
             state["other"]
-        with pytest.raises(KeyError, match="table 'entity' has no field 'u': it has w, m, v, t, s"):
+        with pytest.raises(KeyError, match="table 'entity' has no field 'u': use one of w, m, v, t, s"):
             entity["u"]
         with pytest.raises(TypeError):
             state.tables["entity"] = entity
