@@ -144,14 +144,16 @@ def _run(command: Command, prefix: str, parsed: argparse.Namespace) -> int:
     except (DSAError, OSError, ValueError, ImportError) as error:
         print(f"{prefix}: {in_options(str(error))}", file=sys.stderr)
     except Exception as error:
-        if not _is_of_a_store(error):
+        if not _is_of_a_store(error, parsed):
             raise
         print(f"{prefix}: {type(error).__name__}: {in_options(str(error))}", file=sys.stderr)
     return command.failure
 
 
-def _is_of_a_store(error: Exception) -> bool:
+def _is_of_a_store(error: Exception, parsed: argparse.Namespace) -> bool:
     """Tell whether a library beneath fsspec raised an error of its own: no credentials, no connection."""
+    if not any("://" in str(value) for value in vars(parsed).values()):
+        return False
     return type(error).__module__.partition(".")[0] not in ("builtins", "dsa", "numpy", "numba", "torch")
 
 

@@ -85,7 +85,7 @@ def _checked(foreign: Any, index: int, table: Table) -> tuple[int, FromArray, Fr
     ):
         if (block < 0.0).any():
             raise ValueError(
-                f"'exp_avg_sq' of parameter {index} holds a negative number in rows from {start} on: pass the "
-                "state dict of a SparseAdam"
+                f"'exp_avg_sq' of parameter {index} holds a negative number in rows from {start} on: pass "
+                "the state dict of a SparseAdam"
             )
     return step, first, second

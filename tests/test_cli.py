@@ -177,6 +177,15 @@ def test_errors_of_a_store_have_no_traceback(capsys, command):
     )
 
 
+def test_the_same_without_a_store_is_a_fault(command):
+    def fail(_):
+        raise NoCredentialsError("Unable to locate credentials")
+
+    command(fail)
+    with pytest.raises(NoCredentialsError):
+        cli.main(["verify", "x"])
+
+
 def test_a_missing_package_is_an_error(capsys, command):
     def fail(_):
         raise ImportError("Install s3fs to access S3")

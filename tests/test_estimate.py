@@ -67,7 +67,7 @@ def test_the_default_layout_is_the_default():
     [
         ((0, 3), {}, ValueError, "rows=0 is out of range"),
         ((-5, 3), {}, ValueError, "rows=-5"),
-        ((5, 0), {}, ValueError, "dim is 0"),
+        ((5, 0), {}, ValueError, "dim=0 is out of range"),
         ((5, 3), {"second_moment": "rows"}, ValueError, "second_moment='rows'"),
         ((5, 3), {"second_moment": None}, ValueError, "second_moment=None"),
         ((5, 3), {"batch": 0}, ValueError, "batch=0 is out of range"),

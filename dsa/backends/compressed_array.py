@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, final
@@ -50,7 +51,7 @@ class Replacement(NamedTuple):
 
 @final
 class CompressedArray:
-    """The shards of one field. The owner keeps `decode` and `adopt` from running at the same time.
+    """The shards of one field. `adopt` is to be called with the lock that `decode` is given.
 
     Args:
         table: The table's directory.
@@ -79,19 +80,22 @@ class CompressedArray:
         """The shards' files."""
         return iter(self._files)
 
-    def decode(self, chunks: NDArray[np.int64], blocks: list[Units]) -> None:
+    def decode(self, chunks: NDArray[np.int64], blocks: list[Units], lock: threading.Lock) -> None:
         """Decompress chunks into blocks of rows.
 
         Args:
-            chunks: Numbers in the table, at least one, increasing.
+            chunks: Numbers in the table, increasing.
             blocks: As many arrays, each of a chunk's rows.
+            lock: Taken while it is looked up where chunks are.
 
         Raises:
             StateCorruptError: a chunk is damaged.
         """
         for shard, begin, end in self._by_shard(chunks):
-            places = self._known(shard)[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
-            with self._open(shard) as file:
+            with lock:
+                places = self._known(shard)[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
+                opened = self._open(shard)
+            with opened as file:
                 for k, (offset, length) in enumerate(places, begin):
                     data = system.read_at(file.fileno(), length, offset) if length else b""
                     self._decode(int(chunks[k]), data, length, blocks[k])

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.backends.chunk_cache import ChunkCache, run_bounds
+from dsa.backends.chunk_cache import ChunkCache, Hold, run_bounds
 from dsa.backends.cold_reads import ColdReads
 from dsa.backends.compressed_array import CompressedArray, make_empty_shards
 from dsa.backends.zarr_group import array_layouts, check_group, describe_group, sync_tree, write_group
@@ -80,6 +80,8 @@ class CompressedZarrBackend:
         self._cache_bytes = cache_bytes
         self._layouts = array_layouts(description)
         self._closed = False
+        # How often each shard was replaced.
+        self._versions = np.zeros(self._layouts[0].shards, np.int64)
         self._arrays = self._open_arrays()
         self._shared = _Shared(os.getpid(), threading.Lock(), ChunkCache(self._layouts, cache_bytes))
         # Bytes between fields belong to nobody: they are zero in what `read` returns.
@@ -241,40 +243,54 @@ class CompressedZarrBackend:
 
     def _gather(self, rows: Rows, records: Records) -> None:
         shared = self._enter()
-        cache, chunk_rows = shared.cache, shared.cache.chunk_rows
-        owners = rows // chunk_rows
+        owners = rows // shared.cache.chunk_rows
         bounds = run_bounds(owners)
-        # As many chunks at a time as the cache has slots.
-        cuts = [*range(0, len(bounds) - 1, cache.slots), len(bounds) - 1]
-        with shared.lock:
-            for first, last in itertools.pairwise(cuts):
-                start, stop = int(bounds[first]), int(bounds[last])
-                self._load(cache, owners[bounds[first:last]])
-                places = cache.find(owners[start:stop]) * chunk_rows + rows[start:stop] % chunk_rows
-                for array, field in zip(self._arrays, cache.fields, strict=True):
-                    units = units_of(records, array.unit)[start:stop]
-                    gather_column(field, places, 0, units, array.column)
+        first = 0
+        while first < len(bounds) - 1:
+            with shared.lock:
+                hold = shared.cache.hold(owners[bounds[first:-1]])
+                shards = hold.chunks[hold.missing] // self._layouts[0].chunks_per_shard
+                versions = self._versions[shards]
+            filled = hold.missing[:0]
+            try:
+                self._fill(hold, shared)
+                last = first + len(hold.chunks)
+                self._copy(hold, rows, records, bounds[first : last + 1])
+                first, filled = last, hold.missing
+            finally:
+                with shared.lock:
+                    # What was rewritten meanwhile is right for every row but those that were written.
+                    kept = self._versions[shards] == versions
+                    shared.cache.release(hold, filled[kept[: len(filled)]])
 
-    def _load(self, cache: ChunkCache, chunks: NDArray[np.int64]) -> None:
-        missing = chunks[cache.find(chunks) < 0]
-        if len(missing) == 0:
-            return
-        slots = cache.make_room(len(missing))
-        chunk_rows = cache.chunk_rows
+    def _fill(self, hold: Hold, shared: _Shared) -> None:
+        """Decompress the chunks that a hold misses."""
+        chunks, slots = hold.chunks[hold.missing], hold.slots[hold.missing]
+        rows = shared.cache.chunk_rows
 
         def decode(start: int, stop: int) -> None:
-            some = slice(start // chunk_rows, stop // chunk_rows)
-            for number, array in enumerate(self._arrays):
-                array.decode(missing[some], [cache.block(number, slot) for slot in slots[some].tolist()])
+            some = slice(start // rows, stop // rows)
+            for array, field in zip(self._arrays, hold.fields, strict=True):
+                blocks = [field[slot * rows : (slot + 1) * rows] for slot in slots[some].tolist()]
+                array.decode(chunks[some], blocks, shared.lock)
 
-        run_slices(decode, len(missing) * chunk_rows)
-        cache.publish(missing, slots)
+        run_slices(decode, len(chunks) * rows)
+
+    def _copy(self, hold: Hold, rows: Rows, records: Records, bounds: NDArray[np.int64]) -> None:
+        """Copy the records of the rows of a hold's chunks, which lie between the bounds."""
+        start, stop = int(bounds[0]), int(bounds[-1])
+        chunk_rows = self._layouts[0].chunk_rows
+        places = np.repeat(hold.slots, np.diff(bounds)) * chunk_rows + rows[start:stop] % chunk_rows
+        for array, field in zip(self._arrays, hold.fields, strict=True):
+            units = units_of(records, array.unit)[start:stop]
+            gather_column(field, places, 0, units, array.column)
 
     def _rewrite(self, shard: int, rows: Rows, records: Records) -> None:
         shared = self._enter()
         try:
             replacements = [array.prepare(shard, rows, records) for array in self._arrays]
             with shared.lock:
+                self._versions[shard] += 1
                 cache, chunks = shared.cache, replacements[0].chunks
                 slots = cache.find(chunks)
                 cached = np.flatnonzero(slots >= 0)

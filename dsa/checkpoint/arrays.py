@@ -157,8 +157,11 @@ class _RawShard:
     def finish(self) -> bool:
         if self._file is None:
             return False
-        self._file.skip(self._layout.shard_bytes - self._end)
-        self._file.write(raw_index(self._layout.chunks_per_shard, self._layout.chunk_bytes))
+        # The last shard ends with the array's last chunk: an upload has to send what is there.
+        chunks, size = self._layout.chunks_per_shard, self._layout.chunk_bytes
+        used = -(-self._size // size)
+        self._file.skip(used * size - self._end)
+        self._file.write(raw_index(chunks, size, used))
         self._file.close()
         return True
 

@@ -50,14 +50,23 @@ def are_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop: 
         start: First row.
         stop: One more than the last.
     """
-    expected = raw_index(layout.chunks_per_shard, layout.chunk_bytes)
     for shard in range(start // layout.shard_rows, -(-stop // layout.shard_rows)):
         key = f"{path}/{layout.shard_key(shard)}"
-        size = source.sizes.get(key, layout.shard_bytes + len(expected))
-        found = bytearray(expected)
-        if key in source.sizes:
-            source.read_into(key, layout.shard_bytes, memoryview(found))
-        if size != layout.shard_bytes + len(expected) or found != expected:
+        # The last shard ends with the array's last chunk.
+        rows = min(layout.shard_rows, layout.spec.rows - shard * layout.shard_rows)
+        used = -(-rows // layout.chunk_rows)
+        expected, data = (
+            raw_index(layout.chunks_per_shard, layout.chunk_bytes, used),
+            used * layout.chunk_bytes,
+        )
+        size = source.sizes.get(key)
+        if size is None:
+            continue
+        if size != data + len(expected):
+            return False
+        found = bytearray(len(expected))
+        source.read_into(key, data, memoryview(found))
+        if found != expected:
             return False
     return True
 

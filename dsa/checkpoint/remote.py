@@ -160,17 +160,27 @@ class _RemoteFile:
 def _check_inside_nothing(place: Place) -> None:
     folder = place.root
     while folder.strip("/"):
-        inside = "lies inside" if folder != place.root else "is"
-        if place.files.exists(f"{folder}/{STATE_FILE}"):
-            raise CheckpointExistsError(
-                f"{place.url!r} {inside} the state directory {folder!r}: export outside of it"
-            )
-        if folder != place.root and _root_of(place, folder) is not None:
-            raise CheckpointExistsError(
-                f"{place.url!r} lies inside the checkpoint {folder!r}: export beside it, a checkpoint never "
-                "changes"
-            )
+        try:
+            _check_not_inside(place, folder)
+        except PermissionError:
+            # Credentials for a prefix only: nothing above is anybody's here.
+            if folder == place.root:
+                raise
+            return
         folder = posixpath.dirname(folder)
+
+
+def _check_not_inside(place: Place, folder: str) -> None:
+    inside = "lies inside" if folder != place.root else "is"
+    if place.files.exists(f"{folder}/{STATE_FILE}"):
+        raise CheckpointExistsError(
+            f"{place.url!r} {inside} the state directory {folder!r}: export outside of it"
+        )
+    if folder != place.root and _root_of(place, folder) is not None:
+        raise CheckpointExistsError(
+            f"{place.url!r} lies inside the checkpoint {folder!r}: export beside it, a checkpoint never "
+            "changes"
+        )
 
 
 def _root_of(place: Place, folder: str) -> dict[str, Any] | None:

@@ -43,11 +43,18 @@ def index_bytes(chunks: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def raw_index(chunks: int, chunk_bytes: int) -> bytes:
-    """Return the index of an uncompressed shard, all of whose chunks are there."""
-    places = np.empty((chunks, 2), "<u8")
-    places[:, 0] = np.arange(chunks, dtype=np.uint64) * np.uint64(chunk_bytes)
-    places[:, 1] = chunk_bytes
+def raw_index(chunks: int, chunk_bytes: int, used: int | None = None) -> bytes:
+    """Return the index of an uncompressed shard, whose chunks lie one after the other.
+
+    Args:
+        chunks: Inner chunks of a shard.
+        chunk_bytes: Bytes of one.
+        used: How many are there, from the first on; None for all.
+    """
+    places = np.full((chunks, 2), _ABSENT, "<u8")
+    there = chunks if used is None else used
+    places[:there, 0] = np.arange(there, dtype=np.uint64) * np.uint64(chunk_bytes)
+    places[:there, 1] = chunk_bytes
     return _sealed(places)
 
 

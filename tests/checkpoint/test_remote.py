@@ -346,3 +346,18 @@ def test_progress_of_a_copy(tmp_path):
 def test_a_missing_bucket_is_not_hidden(s3):
     with pytest.raises(FileNotFoundError):
         write_checkpoint(NEW, "s3://no-such-bucket-1/k", storage_options=s3)
+
+
+def test_credentials_for_a_prefix_only(memory, monkeypatch):
+    """What lies above the place may not be looked at; that is no reason to refuse."""
+    exists = MemoryFileSystem.exists
+    place = f"{memory}/mine/run/k"
+
+    def guarded(self, path, **options):
+        if "mine/run" not in path:
+            raise PermissionError(path)
+        return exists(self, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "exists", guarded)
+    export(OLD, place)
+    assert_same(open_checkpoint(place).content(), OLD)
