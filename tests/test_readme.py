@@ -12,7 +12,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 def test_the_python_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(README, "README").split() == ["3", "2", "2", "True"]
+    assert run(README, "README").split() == ["3", "2", "2", "True", "20000", "2", "500"]
 
 
 def test_every_command_is_shown(capsys):

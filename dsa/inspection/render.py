@@ -21,7 +21,7 @@ from dsa.inspection.text import size
 
 __all__ = ["histogram_lines", "print_summary", "render"]
 
-_CHART_WIDTH: Final = 38
+_CHART_WIDTHS: Final = (38, 56)
 _CHART_HEIGHT: Final = 5
 _WIDTH: Final = 120
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
@@ -82,7 +82,7 @@ def _headline(summary: StateSummary) -> Text:
         line.append(_printable(summary.path), "bold")
         line.append("  ")
     if summary.status is not None:
-        line.append(summary.status, "green" if summary.status == "closed" else "yellow")
+        line.append(summary.status, "yellow" if summary.status in ("open", "creating") else "green")
         line.append(", ")
     line.append(f"step {summary.global_step:,}")
     sizes = [table.disk_bytes for table in summary.tables if table.disk_bytes is not None]
@@ -126,13 +126,14 @@ def _details(table: TableSummary, width: int, unicode: bool) -> list[RenderableT
     title = Text(f"{_printable(table.name)} ", "bold cyan")
     line = Rule(title, align="left", characters="─" if unicode else "-", style="bright_black")
     remarks = _remarks(table)
-    charts = [chart for chart in _charts(table, unicode) if chart is not None]
+    across = 2 if width >= 2 * _CHART_WIDTHS[0] + _GAP else 1
+    chart_width = max(_CHART_WIDTHS[0], min(_CHART_WIDTHS[1], (width + _GAP) // across - _GAP))
+    charts = [chart for chart in _charts(table, chart_width, unicode) if chart is not None]
     if not charts and not remarks:
         remarks = [Text("no row was ever written", "bright_black")]
-    across = max(1, min(3, (width + _GAP) // (_CHART_WIDTH + _GAP)))
     grid = Table.grid(padding=(0, _GAP, 0, 0))
     for _ in range(across):
-        grid.add_column(width=_CHART_WIDTH)
+        grid.add_column(width=chart_width)
     for start in range(0, len(charts), across):
         grid.add_row()
         grid.add_row(*charts[start : start + across])
@@ -161,30 +162,30 @@ def _remarks(table: TableSummary) -> list[RenderableType]:
     return remarks
 
 
-def _charts(table: TableSummary, unicode: bool) -> list[RenderableType | None]:
+def _charts(table: TableSummary, width: int, unicode: bool) -> list[RenderableType | None]:
     return [
-        _chart("updates per row", table.updates, "green", unicode),
+        _chart("updates per row", table.updates, "green", width, unicode),
         # Near the edge of a ball norms say nothing, distances everything.
-        _chart("norm of the weight", None if table.distances else table.weight_norms, "cyan", unicode),
-        _chart("distance from the centre", table.distances, "cyan", unicode),
-        _chart("first moment, rms of m", table.first_moments, "magenta", unicode),
-        _chart("second moment, rms of the root of v", table.second_moments, "yellow", unicode),
+        _chart("norm of the weight", None if table.distances else table.weight_norms, "cyan", width, unicode),
+        _chart("distance from the centre", table.distances, "cyan", width, unicode),
+        _chart("first moment, rms of m", table.first_moments, "magenta", width, unicode),
+        _chart("second moment, rms of the root of v", table.second_moments, "yellow", width, unicode),
     ]
 
 
-def _chart(title: str, spread: Spread | None, style: str, unicode: bool) -> RenderableType | None:
+def _chart(title: str, spread: Spread | None, style: str, width: int, unicode: bool) -> RenderableType | None:
     if spread is None:
         return None
     text = Text(f"{title}\n", "bold")
     if spread.minimum == spread.maximum:
         return text.append(f"{_number(spread.median)} in each of {spread.count:,} rows", "not bold")
-    lines = histogram_lines(spread.histogram, _CHART_WIDTH, _CHART_HEIGHT, unicode=unicode)
+    lines = histogram_lines(spread.histogram, width, _CHART_HEIGHT, unicode=unicode)
     edges = spread.histogram.edges
     low, high = _number(edges[0]), _number(spread.maximum)
     scale = "log scale" if spread.histogram.scale == "log" else ""
-    axis = f"{low}{scale:^{max(0, _CHART_WIDTH - len(low) - len(high))}}{high}"
+    axis = f"{low}{scale:^{max(0, width - len(low) - len(high))}}{high}"
     text.append("\n".join(lines) + "\n", style)
-    text.append(("▔" if unicode else "-") * _CHART_WIDTH + "\n", "bright_black")
+    text.append(("▔" if unicode else "-") * width + "\n", "bright_black")
     text.append(axis + "\n", "bright_black")
     most = f"{_number(spread.q05, 2)}{'–' if unicode else ' to '}{_number(spread.q95, 2)}"
     text.append(f"median {_number(spread.median)}, 90% {most}", "not bold")

@@ -9,11 +9,13 @@ import pytest
 from zarr_tables import Compressed, decode, files_of, make, occupied
 
 from dsa.backends import compressed_array
+from dsa.backends.chunk_cache import ChunkCache
 from dsa.backends.zarr_compressed import CompressedZarrBackend
 from dsa.backends.zarr_group import array_layouts
 from dsa.errors import StateClosedError
 from dsa.kernels.threads import thread_limit
 from dsa.schema import adam_schema
+from dsa.shards.layout import ArrayLayout, ArraySpec
 from dsa.testing import BackendConformance, assert_records_equal, random_records
 
 SCHEMA = adam_schema(3)
@@ -259,3 +261,102 @@ def test_reads_beside_writes_through_a_small_cache(path):
         thread.join()
     assert not wrong
     backend.close()
+
+
+def test_reads_go_on_beside_each_other(path):
+    """Two threads that decompress do so at the same time: neither waits for the other's chunks."""
+    backend = HOOKS.create(path, ROWS, SCHEMA)
+    records = random_records(SCHEMA, ROWS, 0)
+    backend.write(np.arange(ROWS), records.copy())
+    both = threading.Barrier(2, timeout=60)
+    decode_chunk = compressed_array.decode_chunk
+    waited = threading.local()
+
+    def meeting(layout, encoded, out=None):
+        if not hasattr(waited, "done"):
+            waited.done = True
+            both.wait()
+        return decode_chunk(layout, encoded, out)
+
+    compressed_array.decode_chunk = meeting
+    halves = [np.arange(0, ROWS // 2), np.arange(ROWS // 2, ROWS)]
+    found = [None, None]
+    try:
+        threads = [
+            threading.Thread(target=lambda i=i: found.__setitem__(i, backend.read(halves[i]))) for i in (0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        compressed_array.decode_chunk = decode_chunk
+    for half, part in zip(halves, found, strict=True):
+        assert_records_equal(part, records[half])
+    backend.close()
+
+
+class TestChunkCache:
+    """The slots by themselves."""
+
+    def cache(self, slots, chunks=10):
+        layout = ArrayLayout(ArraySpec("w", "<f4", chunks * 4, 2), 4, 8)
+        return ChunkCache([layout], slots * layout.chunk_bytes)
+
+    def fill(self, cache, chunks):
+        hold = cache.hold(np.array(chunks))
+        cache.release(hold, hold.missing)
+        return hold
+
+    def test_what_is_published_is_found(self):
+        cache = self.cache(4)
+        hold = cache.hold(np.array([2, 3, 7]))
+        assert hold.missing.tolist() == [0, 1, 2]
+        assert cache.find(np.array([2, 3, 7])).tolist() == [-1, -1, -1]
+        cache.release(hold, np.array([0, 2]))
+        assert (cache.find(np.array([2, 3, 7])) >= 0).tolist() == [True, False, True]
+        assert len(set(hold.slots.tolist())) == 3
+
+    def test_the_least_recently_used_makes_room(self):
+        cache = self.cache(3)
+        for chunk in (0, 1, 2, 0, 5):
+            self.fill(cache, [chunk])
+        assert (cache.find(np.arange(6)) >= 0).tolist() == [True, False, True, False, False, True]
+
+    def test_what_is_held_is_not_taken_away(self):
+        cache = self.cache(3)
+        self.fill(cache, [0, 1])
+        held = cache.hold(np.array([0, 4]))
+        assert held.missing.tolist() == [1]
+        other = self.fill(cache, [5, 6, 7])
+        assert other.chunks.tolist() == [5]
+        assert not set(other.slots.tolist()) & set(held.slots.tolist())
+        cache.release(held, held.missing)
+        assert (cache.find(np.array([0, 4])) >= 0).all()
+
+    def test_a_full_cache_lends_memory_of_its_own(self):
+        cache = self.cache(2)
+        held = cache.hold(np.array([0, 1]))
+        alone = cache.hold(np.array([3, 4]))
+        assert (alone.chunks.tolist(), alone.in_cache) == ([3], False)
+        assert not np.shares_memory(alone.fields[0], cache.fields[0])
+        cache.release(alone, alone.missing)
+        assert cache.find(np.array([3])) == -1
+        cache.release(held, held.missing)
+
+    def test_a_hold_that_is_dropped_holds_nothing(self):
+        """As an interrupt does that falls between a call and the name for its result."""
+        cache = self.cache(2)
+        cache.hold(np.array([0, 1]))
+        again = cache.hold(np.array([2, 3]))
+        assert again.in_cache
+        assert len(again.chunks) == 2
+
+    def test_a_forgotten_chunk_may_come_back_elsewhere(self):
+        cache = self.cache(3)
+        first = self.fill(cache, [1])
+        cache.forget(np.array([1]))
+        second = self.fill(cache, [1])
+        assert first.slots != second.slots
+        self.fill(cache, [6, 7])
+        assert (cache.find(np.array([1, 6, 7])) >= 0).all()

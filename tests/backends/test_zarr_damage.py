@@ -344,4 +344,5 @@ def test_a_shard_that_is_gone_while_the_table_is_open(compressed, path):
     for use in (lambda: backend.read(rows), lambda: backend.write(rows, records[:1])):
         with pytest.raises(StateCorruptError, match="lacks shard 1 of its field 't'"):
             use()
-    backend.close()
+    with pytest.raises(FileNotFoundError):
+        backend.close()
