@@ -27,6 +27,8 @@ PUBLIC = [
     "dsa.backends.base",
     "dsa.backends.memmap",
     "dsa.backends.memory",
+    "dsa.backends.zarr",
+    "dsa.backends.zarr_compressed",
     "dsa.comparison",
     "dsa.conventions",
     "dsa.errors",

@@ -48,10 +48,15 @@ class Zarr:
             for any of its rows.
         compression: None maps the shards and is nearly as fast as memmap. ``"zstd"`` saves disk where most
             rows are rarely touched, and is ten to hundreds of times slower.
-        cache_bytes: With compression: memory for decompressed chunks.
-        overlay_bytes: With compression: new records that are collected before shards are rewritten. The
-            journal holds them, for all tables of a directory together; without a journal memory does, for
-            each table.
+        cache_bytes: With compression: memory for decompressed chunks, 128 MiB when None.
+        overlay_bytes: With compression: new records that are collected before shards are rewritten, 128 MiB
+            when None. The journal holds them, and takes that much disk, for all tables of a directory
+            together. Without a journal (``durability="none"``) memory does, for each table, and a killed
+            process loses them.
+
+    Example:
+        >>> Zarr(compression="zstd", cache_bytes=1 << 30).compression
+        'zstd'
     """
 
     shard_bytes: int | None = None

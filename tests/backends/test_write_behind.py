@@ -6,6 +6,8 @@ writes too; and *collecting*, where so many bytes are written at once, without a
 """
 
 import threading
+import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from zarr_tables import Compressed, Mapped
 
 from dsa.backends.memmap import MemmapBackend
 from dsa.backends.memory import MemoryBackend
-from dsa.schema import Schema
+from dsa.schema import Schema, adam_schema
 from dsa.testing import CASES, BackendConformance, BackendHooks, BackendMachine
 from dsa.writer import WriteBehind
 
@@ -202,3 +204,75 @@ TestCollectingMemoryMachine = machine(Memory(), "collecting", 2)
 TestCollectingCompressedMachine = machine(COMPRESSED, "collecting", 5)
 TestCollectingInAThreadCompressedMachine = machine(COMPRESSED, "collecting in a thread", 5)
 TestFreeZarrMachine = machine(MAPPED, "free", 5)
+
+
+class Counting:
+    """Remembers what is written, and refuses while told to."""
+
+    def __init__(self, inner):
+        self.inner, self.written, self.refusing = inner, [], False
+
+    def write(self, rows, records):
+        if self.refusing:
+            raise OSError(28, "no room")
+        self.written.append(rows.tolist())
+        self.inner.write(rows, records)
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def one(schema, value):
+    records = np.zeros(1, schema.dtype)
+    records["t"] = value
+    return records
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_nothing_is_written_until_enough_is_collected(threaded):
+    """Then everything is, at once, each row with its last record."""
+    schema = adam_schema(1)
+    inner = Counting(MemoryBackend(100, schema))
+    measure = 90 * schema.dtype.itemsize
+    with closing(WriteBehind(inner, collect_bytes=measure, threaded=threaded, max_queue_size=1)) as queue:
+        for number in range(89):
+            queue.write(np.array([number % 7]), one(schema, number))
+        assert inner.written == []
+        assert queue.read(np.arange(7))["t"].tolist() == [84, 85, 86, 87, 88, 82, 83]
+        queue.write(np.array([50]), one(schema, 89))
+        for _ in range(DEADLINE * 100):
+            if not queue.queued:
+                break
+            time.sleep(0.01)
+        assert inner.written == [[0, 1, 2, 3, 4, 5, 6, 50]]
+        queue.write(np.array([51]), one(schema, 1))
+        assert queue.queued == 1
+    assert inner.written[1:] == [[51]]
+
+
+def test_what_could_not_be_written_is_kept_with_the_batch_that_asked_for_it():
+    schema = adam_schema(1)
+    inner = Counting(MemoryBackend(100, schema))
+    queue = WriteBehind(inner, collect_bytes=3 * schema.dtype.itemsize, threaded=False)
+    inner.refusing = True
+    for row in (1, 2):
+        queue.write(np.array([row]), one(schema, row))
+    with pytest.raises(OSError, match="no room"):
+        queue.write(np.array([3]), one(schema, 3))
+    assert queue.status == "failed"
+    with pytest.raises(OSError, match="its records are kept: remove the cause and call flush"):
+        queue.write(np.array([4]), one(schema, 4))
+    inner.refusing = False
+    queue.flush()
+    assert inner.written == [[1, 2, 3]]
+    queue.close()
+    assert inner.inner.read(np.arange(5))["t"].tolist() == [0, 1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("options", [{"collect_bytes": -1}, {"threaded": False}])
+def test_measures_refused(options):
+    with pytest.raises(ValueError, match=r"collect_bytes=.* is out of range"):
+        WriteBehind(MemoryBackend(3, adam_schema(1)), **options)
