@@ -637,7 +637,7 @@ WRONG_OPTIONS = [
     ({"tables": {"entity": [[1.0, 2.0]]}}, TypeError, "'list' is not an array"),
     ({"tables": {"entity": None}}, TypeError, "'NoneType' is not an array"),
     ({"tables": {"entity": init.Zeros}}, TypeError, "is not an array"),
-    ({"tables": {"entity": torch.zeros(3)}}, ValueError, r"shape \(3,\): a table is 2-D"),
+    ({"tables": {"entity": torch.zeros(3)}}, ValueError, r"shape \(3,\) and is no table: reshape"),
     ({"tables": {"entity": torch.zeros(2, 3, 4)}}, ValueError, r"shape \(2, 3, 4\)"),
     ({"tables": {"entity": torch.zeros(0, 3)}}, ValueError, r"shape \(0, 3\)"),
     ({"tables": {"entity": torch.zeros(3, 0)}}, ValueError, r"shape \(3, 0\)"),

@@ -294,7 +294,7 @@ def test_a_number_too_large_for_float32_is_refused(maker, tmp_path):
 @pytest.mark.parametrize(
     ("array", "error", "message"),
     [
-        (np.zeros(3), ValueError, r"shape \(3,\): a table is 2-D, \(rows, dim\)"),
+        (np.zeros(3), ValueError, r"shape \(3,\) and is no table: reshape it to \(rows, dim\)"),
         (np.zeros((3, 2, 1)), ValueError, r"shape \(3, 2, 1\)"),
         (np.float32(1.0), ValueError, r"shape \(\)"),
         (np.zeros((3, 0)), ValueError, r"shape \(3, 0\) and is no table: reshape"),

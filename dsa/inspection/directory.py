@@ -97,7 +97,7 @@ class ObservedDirectory:
             if _stamp(self.path) != self._stamp:
                 stamp, metadata = self._load()
                 if metadata.identity != self.identity or not _continues(_layout(metadata), self._tables):
-                    raise _nothing_there(self.path)
+                    raise StateNotFoundError(f"another state is in {str(self.path)!r} now: open it again")
                 self._stamp, self._metadata = stamp, metadata
         except (FileNotFoundError, NotADirectoryError, StateIncompleteError) as error:
             raise StateClosedError(

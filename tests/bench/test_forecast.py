@@ -56,17 +56,15 @@ def test_fields_that_lie_apart_are_more_pages():
 
 def test_an_interrupt_does_not_strand_the_threads(tmp_path):
     """Threads that have not arrived when Ctrl-C comes would wait for this one for ever."""
-    before = threading.active_count()
     with (
         mock.patch.object(threading.Thread, "start", autospec=True, side_effect=_start_three) as start,
         pytest.raises(KeyboardInterrupt),
     ):
         measure_device(tmp_path, size=MIB, seconds=0.1, depths=(8,))
     assert start.call_count == 4
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread():
-            thread.join(10)
-    assert threading.active_count() <= before
+    for thread in _started:
+        thread.join(30)
+        assert not thread.is_alive()
     assert not list(tmp_path.iterdir())
     assert device.measure_device(tmp_path, size=MIB, seconds=0.1, depths=(2,)).reads_per_second > 0
 
