@@ -39,8 +39,8 @@ def check_reference(state: StateDirectory, tables: list[str], reference: dict[st
     if reference["global_step"] != state.global_step:
         raise StateMismatchError(
             f"the state dict was saved at step {reference['global_step']} but the state in {where} is at "
-            f"step {state.global_step}: save both together, and restore the directory that belongs to the "
-            "dict"
+            f"step {state.global_step}: save both together, and roll the state back first, with "
+            f"import_checkpoint of the checkpoint of step {reference['global_step']}"
         )
     if reference["tables"] != tables:
         raise StateMismatchError(

@@ -19,6 +19,7 @@ from dsa.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointIncompleteError,
+    CheckpointNotFoundError,
     StateCorruptError,
     StateIncompleteError,
 )
@@ -89,7 +90,7 @@ def verify(
         storage_options: For fsspec.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
+        CheckpointNotFoundError: nothing is there, or a differential checkpoint's base is not.
         StateMismatchError, CheckpointMismatchError: it is of another format, or of another release.
 
     Example:
@@ -130,6 +131,8 @@ def _verified_checkpoint(
         try:
             opened = open_content(checkpoint.url, base=base, storage_options=storage_options)
             expected += opened.nbytes
+        except CheckpointNotFoundError:
+            raise  # without its base nobody can tell
         except CheckpointError as error:
             problems.append(str(error))
     read = 0

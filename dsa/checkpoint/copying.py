@@ -44,7 +44,7 @@ def copy_checkpoint(
         durable: Return only once everything is on the device; for directories.
         progress: True for a bar, or a function of the bytes done and their total.
         storage_options: For fsspec and the source.
-        target_storage_options: For fsspec and the target.
+        target_storage_options: For fsspec and the target; None takes those of the source.
 
     Returns:
         The path or the URL of the copy.
@@ -54,7 +54,10 @@ def copy_checkpoint(
             the target refuses. Nothing is left at the target then.
     """
     checkpoint = open_checkpoint(source, storage_options=storage_options)
-    origin, place = checkpoint.source, find_target(target, target_storage_options)
+    origin, place = (
+        checkpoint.source,
+        find_target(target, storage_options if target_storage_options is None else target_storage_options),
+    )
     _check_apart(origin.place, place)
     keys = _keys(checkpoint)
     root = origin.read(DOCUMENT)

@@ -75,6 +75,10 @@ def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | No
         files, root = fsspec.url_to_fs(text, **(storage_options or {}))
     except FileNotFoundError as error:  # an archive that isn't there
         raise CheckpointNotFoundError(f"there is nothing at {text!r}: check the path") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{text!r} can't be addressed ({error}): check the protocol and the storage_options"
+        ) from error
     if isinstance(files, LocalFileSystem):
         return _of_directory(root)
     return Place(text.rstrip("/"), None, files, root.rstrip("/"))

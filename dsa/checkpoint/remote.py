@@ -9,6 +9,7 @@ same time are not kept apart by such stores; what comes out may fail its verific
 
 from __future__ import annotations
 
+import errno
 import inspect
 import posixpath
 import re
@@ -19,7 +20,7 @@ from typing import Any, Final, final
 from dsa.checkpoint.occupied import STATE_FILE, foreign_entry, root_attribute
 from dsa.checkpoint.places import Place
 from dsa.checkpoint.sources import list_remote
-from dsa.errors import CheckpointExistsError, CheckpointWriteError
+from dsa.errors import CheckpointExistsError, CheckpointWriteError, DSAError
 from dsa.shards.documents import DOCUMENT
 
 __all__ = ["RemoteTarget"]
@@ -46,9 +47,14 @@ class RemoteTarget:
         self._files = place.files
         self._sizes: dict[str, int] = {}
         self._open: set[_RemoteFile] = set()
-        place.files.invalidate_cache()
-        _check_inside_nothing(place)
-        existing = list_remote(place)
+        try:
+            place.files.invalidate_cache()
+            _check_inside_nothing(place)
+            existing = list_remote(place)
+        except DSAError:
+            raise
+        except Exception as error:  # of whatever kind the store's library has
+            raise _refused(place, error) from error
         if existing:
             _check_replaceable(place, sorted(existing), overwrite)
             self._remove(existing)
@@ -155,6 +161,14 @@ class _RemoteFile:
         discard = getattr(self._file, "discard", None)
         if discard is not None:
             discard()
+
+
+def _refused(place: Place, error: Exception) -> CheckpointWriteError:
+    code = error.errno if isinstance(error, OSError) else None
+    return CheckpointWriteError(
+        code or errno.EIO,
+        f"{place.url!r} can't be reached ({error}): check the bucket, the endpoint and the storage_options",
+    )
 
 
 def _check_inside_nothing(place: Place) -> None:

@@ -63,7 +63,7 @@ def _xarray() -> ModuleType:
         import xarray
     except ImportError as error:
         raise ImportError(
-            f"to_xarray needs xarray, which can't be imported ({error}): pip install 'dsa[notebook]'"
+            f"to_xarray needs xarray, which can't be imported ({error}): pip install xarray"
         ) from error
     return xarray
 

@@ -82,7 +82,10 @@ def _headline(summary: StateSummary) -> Text:
         line.append(_printable(summary.path), "bold")
         line.append("  ")
     if summary.status is not None:
-        line.append(summary.status, "yellow" if summary.status in ("open", "creating") else "green")
+        line.append(
+            "not closed" if summary.status == "open" else summary.status,
+            "yellow" if summary.status in ("open", "creating") else "green",
+        )
         line.append(", ")
     line.append(f"step {summary.global_step:,}")
     sizes = [table.disk_bytes for table in summary.tables if table.disk_bytes is not None]

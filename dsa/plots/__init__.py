@@ -1,7 +1,7 @@
 """Pictures of tables and runs, for notebooks and reports.
 
 Each function draws on the axes that it is given, or on a new figure, and returns them. matplotlib comes with
-``pip install 'dsa[plot]'`` and is imported when something is drawn.
+``pip install matplotlib`` (the extra ``plot``) and is imported when something is drawn.
 
 Example:
     >>> import numpy as np

@@ -13,7 +13,7 @@ else:
 
 __all__ = ["COLOURS", "GREY", "INK", "REMEDY", "axes_for", "log_ticks", "quiet", "require_matplotlib"]
 
-REMEDY: Final = "pip install 'dsa[plot]'"
+REMEDY: Final = "pip install matplotlib"
 
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#8c6d31")
 """Eight hues of similar lightness that stay apart for colour-blind readers (after Okabe and Ito)."""

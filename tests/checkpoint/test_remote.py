@@ -344,8 +344,21 @@ def test_progress_of_a_copy(tmp_path):
 
 
 def test_a_missing_bucket_is_not_hidden(s3):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CheckpointWriteError, match=r"no-such-bucket-1.*check the bucket, the endpoint"):
         write_checkpoint(NEW, "s3://no-such-bucket-1/k", storage_options=s3)
+
+
+@pytest.mark.parametrize("address", ["s4://bucket/k", "s3://bucket/k"])
+def test_what_cannot_be_addressed(address):
+    with pytest.raises(ValueError, match="check the protocol and the storage_options"):
+        write_checkpoint(NEW, address, storage_options={"endpoint": "http://localhost:1"})
+
+
+def test_a_copy_takes_the_options_of_its_source(bucket, memory):
+    url, options = bucket
+    export(OLD, memory)
+    copy_checkpoint(memory, f"{url}/k", storage_options=options)
+    assert_same(open_checkpoint(f"{url}/k", storage_options=options).content(), OLD)
 
 
 def test_credentials_for_a_prefix_only(memory, monkeypatch):

@@ -176,7 +176,10 @@ def test_a_run_that_has_not_begun(tmp_path):
 @pytest.mark.parametrize(
     ("draw", "match"),
     [
-        (lambda state: plots.touch_counts(np.zeros(5, int)), "no row was ever updated, so that there is nothing"),
+        (
+            lambda state: plots.touch_counts(np.zeros(5, int)),
+            "no row was ever updated, so that",
+        ),
         (lambda state: plots.row_norms(np.zeros((0, 3))), "there is nothing to draw"),
         (lambda state: plots.moment_scales(np.zeros((3, 2)), np.zeros((3, 2))), "no row has moments"),
         (lambda state: plots.moment_scales(np.zeros((3, 2))), "without second ones: pass v, or a table"),
