@@ -120,6 +120,9 @@ def _write_block(table: Table, first: int, records: Records) -> None:
         kept = np.zeros(len(chosen), table.backend.schema.dtype)
         for name in kept.dtype.names or ():
             kept[name] = records[name][chosen]
+    if not lazy and "w" in table.backend.schema.names:
+        kept = kept.copy()
+        kept["s"] = np.maximum(kept["s"], 1)  # without a rule every row is one that was written
     table.backend.write(first + chosen, np.ascontiguousarray(kept))
 
 

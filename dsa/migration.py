@@ -60,9 +60,14 @@ def migrate_in_place(path: Path, lock: int, storage: Storage, content: StateCont
 
 def set_aside(path: Path) -> None:
     """Move the files of an older release into a folder of their own, with a warning that names it."""
-    folder = path / SET_ASIDE
+    files = legacy_files(path)
+    # Never over files that were set aside before.
+    names = (SET_ASIDE, *(f"{SET_ASIDE}-{number}" for number in range(2, 1_000_000)))
+    folder = next(
+        path / name for name in names if not any((path / name / file.name).exists() for file in files)
+    )
     folder.mkdir(exist_ok=True)
-    for file in legacy_files(path):
+    for file in files:
         os.replace(file, folder / file.name)
     sync_directory(folder)
     sync_directory(path)

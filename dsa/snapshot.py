@@ -17,6 +17,7 @@ from typing import Final, Self, final
 import numpy as np
 
 from dsa.content import StateContent, TableContent
+from dsa.errors import StateClosedError
 from dsa.kernels.row_index import RowIndex
 from dsa.schema import Records, Rows, Schema, adam_schema
 from dsa.state import StateDirectory
@@ -69,8 +70,13 @@ class _Aside:
     def __init__(self, rows: int) -> None:
         self.cursor = 0
         self.started = False
+        self._rows = rows
         self._part_rows = -(-rows // _PARTS)
         self._parts: dict[int, _Part] = {}
+
+    def is_read(self, rows: Rows) -> bool:
+        """Tell whether all of these rows were read."""
+        return len(rows) == 0 or int(rows[-1]) < self.cursor
 
     def split(self, rows: Rows) -> Iterator[tuple[_Part, Rows]]:
         """Yield the rows that are not read yet, by the parts they belong to."""
@@ -86,7 +92,9 @@ class _Aside:
         for number in range(first // self._part_rows, (self.cursor - 1) // self._part_rows + 1):
             if number in self._parts:
                 self._parts[number].lay_over(first, records)
-        passed = [number for number in self._parts if (number + 1) * self._part_rows <= self.cursor]
+        passed = [
+            number for number in self._parts if min((number + 1) * self._part_rows, self._rows) <= self.cursor
+        ]
         return sum(self._parts.pop(number).held_bytes for number in passed)
 
 
@@ -106,7 +114,9 @@ class Snapshot:
         self._state = state
         self._budget = held_bytes
         self._held = 0
-        self._closed = False
+        self._closed = self._entered = False
+        self._gone = ""
+        self.replacements = state.replacements
         # Taken by with statements only: a signal can't be handled between that and the block.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -128,17 +138,24 @@ class Snapshot:
         if frozen is None:
             return  # made after the snapshot
         with self._lock:
-            if self._held >= self._budget and not self._closed:
+            if self._closed or self._aside[table.name].is_read(rows):
+                return
+            if self._held >= self._budget and not self._entered:
+                self._give_up("nobody came to read it")  # whoever made it was interrupted
+            if self._held >= self._budget:
                 self.waits += 1
                 self._changed.wait_for(lambda: self._held < self._budget or self._closed)
-            if self._closed:
-                return
             for part, some in self._aside[table.name].split(rows):
                 missing = part.missing(some)
                 if len(missing):
                     records = _joined(frozen, missing, frozen.backend.read(missing))
                     part.keep(missing, records)
                     self._held += records.nbytes
+
+    def before_replacement(self) -> None:
+        """End the reading: the tables go."""
+        with self._lock:
+            self._give_up("an import has replaced the state meanwhile")
 
     def close(self) -> None:
         """Let training go on unobserved; closing twice is silent."""
@@ -149,7 +166,12 @@ class Snapshot:
             self._state.observers.remove(self)
 
     def __enter__(self) -> Self:
+        self._entered = True
         return self
+
+    def _give_up(self, reason: str) -> None:
+        self._gone = reason
+        self.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -181,6 +203,10 @@ class Snapshot:
         blocks = table.backend.scan(0, len(table))
         while True:
             with self._lock:
+                if self._gone:
+                    raise StateClosedError(
+                        f"the snapshot of table {table.name!r} can't be read on ({self._gone}): export again"
+                    )
                 block = next(blocks, None)
                 if block is None:
                     return

@@ -40,7 +40,7 @@ from dsa.schema import Rows
 from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
 from dsa.storage import Durability, Layout, Queue, StorageChoice
-from dsa.table import Table
+from dsa.table import Table, stamp_of
 from dsa.tensors import to_array
 from dsa.update import compute_update
 from dsa.watch import ClampWatch
@@ -347,7 +347,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
                     part.grad,
                     part.options,
                     records,
-                    progress.global_step + 1,
+                    stamp_of(progress.global_step),
                     part.weights,
                 )
                 for part, records in zip(parts, memory, strict=True)

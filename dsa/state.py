@@ -33,6 +33,10 @@ __all__ = ["Observer", "StateDirectory", "apply_entry"]
 class Observer(Protocol):
     """Is told of every change of a table's rows before it happens."""
 
+    def before_replacement(self) -> None:
+        """Let everything go: all tables are about to be replaced."""
+        ...
+
     def before_write(self, table: Table, rows: Rows) -> None:
         """Look at rows of a table for the last time before they change."""
         ...
@@ -75,6 +79,7 @@ class StateDirectory:
         self.users: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         self.steps_taken = 0
         self.observers: list[Observer] = []
+        self.replacements = 0
         self._metadata = metadata
         self._lock: int | None = lock
         self._process = os.getpid()
@@ -236,6 +241,8 @@ class StateDirectory:
 
     def release_files(self) -> None:
         """Let the tables' files and the journal go; `replace` is to follow."""
+        for observer in tuple(self.observers):
+            observer.before_replacement()
         if self._journal is not None:
             self._journal.close(remove=False)
             self._journal = None
@@ -253,6 +260,7 @@ class StateDirectory:
             tables: The new tables, in the state's order.
             journal: Their journal, which is empty.
         """
+        self.replacements += 1
         self._metadata, self._journal = metadata, journal
         self.global_step, self.change = metadata.global_step, metadata.change
         for table in tables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -24,11 +25,11 @@ from dsa.checkpoint.export import ExportOptions
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.content import StateContent, TableContent
 from dsa.creation import JOURNAL_NAME
-from dsa.errors import StateExistsError, StateMismatchError, StateWarning
+from dsa.errors import StateExistsError, StateMismatchError, StateNotFoundError, StateWarning
 from dsa.installation import install_content
 from dsa.legacy import Curvatures, Shapes, find_legacy, read_legacy
 from dsa.maintenance import finish_change
-from dsa.metadata import METADATA_NAME, read_metadata
+from dsa.metadata import METADATA_NAME, Metadata, read_metadata, write_metadata
 from dsa.notices import notify
 from dsa.opening import migrate_directory, open_state
 from dsa.schema import Records
@@ -78,7 +79,8 @@ def export_state(
         written = write_checkpoint(snapshot.content, url, **options)
     made = open_checkpoint(written, storage_options=store)
     with state.exclusive:
-        if state.is_open and state.identity == snapshot.content.identity:
+        # An import meanwhile has made it another history, whatever its identity.
+        if state.is_open and state.replacements == snapshot.replacements:
             state.note_export(made.content_root, made.global_step)
     return written
 
@@ -92,11 +94,14 @@ def export_weights(
         return write_weights(snapshot.content, url, **options)
 
 
-def _snapshot(state: StateDirectory) -> Snapshot:
-    with state.exclusive:
-        state.settle()
-        finish_change(state)
-        return Snapshot(state)
+@contextmanager
+def _snapshot(state: StateDirectory) -> Iterator[Snapshot]:
+    with ExitStack() as stack:
+        with state.exclusive:
+            state.settle()
+            finish_change(state)
+            snapshot = stack.enter_context(Snapshot(state))
+        yield snapshot
 
 
 def import_state(state: StateDirectory, opened: OpenedContent, progress: Progress = False) -> None:
@@ -125,7 +130,11 @@ def import_state(state: StateDirectory, opened: OpenedContent, progress: Progres
             replace(content, tables=tuple(_watched(each, advance, kept.get(each.name)) for each in ordered)),
         )
         for name, weights in kept.items():
-            weights.put(state.tables[name])
+            try:
+                weights.put(state.tables[name])
+            except BaseException:
+                weights.put(state.tables[name])  # the state has changed: its weights must, too
+                raise
 
 
 def restore(
@@ -213,7 +222,12 @@ def export_directory_weights(
 def _opened(directory: str | os.PathLike[str]) -> Iterator[StateDirectory]:
     """Open a state directory as it is, and close it at the end."""
     stored = read_metadata(Path(directory)) if Path(directory).is_dir() else None
-    durability = None if stored is None else cast("Durability", stored.durability)  # checked when read
+    if stored is None:
+        raise StateNotFoundError(
+            f"there is no state of this release in {str(directory)!r}: check the path, or migrate the state "
+            "of an older one with dsa.migrate"
+        )
+    durability = cast("Durability", stored.durability)  # checked when read
     state = open_state(directory, [], True, StorageChoice(durability=durability).complete(), exact=False)
     try:
         yield state
@@ -278,15 +292,19 @@ def make_state(directory: str | os.PathLike[str], content: StateContent, storage
     """Make a closed state directory of some content; see `restore`."""
     path = Path(directory)
     stored = read_metadata(path) if path.is_dir() else None
-    if stored is not None and stored.tables:
+    if stored is not None and stored.tables and stored.status != "creating":
         raise StateExistsError(
             f"{str(path)!r} already holds state at step {stored.global_step}: choose another directory, or "
             "open it and call import_checkpoint, which replaces what it holds"
         )
     made = [each for each in (path.absolute(), *path.absolute().parents) if not each.exists()]
     was_empty = bool(made) or not any(path.iterdir())
-    state = open_state(path, [], None if stored is None else True, storage, exact=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StateWarning)  # what an interrupted restore has left may go
+        state = open_state(path, [], None if stored is None else False, storage, exact=False)
     try:
+        # Killed before the end, it must not pass for a state without tables.
+        write_metadata(path, Metadata("creating", state.identity, note="making it of other content"))
         # A table without its weights stays one: they are a parameter's, which isn't here.
         install_content(state, content)
     except BaseException:

@@ -105,7 +105,7 @@ def test_training_threads_and_a_reader_at_full_speed(tmp_path, small_blocks):
             optimizer.step(updates)
         with Snapshot(optimizer._state) as still:
             expected = whole(still)
-        snapshot = Snapshot(optimizer._state, held_bytes=20_000)  # so little that training has to wait
+        snapshot = Snapshot(optimizer._state, held_bytes=20_000).__enter__()  # training has to wait
 
         def train():
             for updates in batches[10:]:
@@ -130,7 +130,7 @@ def test_closing_frees_a_waiting_step(tmp_path):
     with make(tmp_path / "s") as optimizer:
         generator = np.random.default_rng(4)
         waits = threading.Event()
-        snapshot = Snapshot(optimizer._state, held_bytes=1)
+        snapshot = Snapshot(optimizer._state, held_bytes=1).__enter__()
         optimizer.step({"entity": batch(generator)["entity"]})
         wait_for = snapshot._changed.wait_for
 

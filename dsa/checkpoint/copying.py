@@ -9,12 +9,12 @@ import numpy as np
 
 from dsa.checkpoint.export import open_target
 from dsa.checkpoint.meter import Progress, metered
-from dsa.checkpoint.places import Place, StorageOptions, find_target
+from dsa.checkpoint.places import StorageOptions, check_apart, find_target
 from dsa.checkpoint.reading import Checkpoint, open_checkpoint, verify_tables
 from dsa.checkpoint.sources import Source
 from dsa.checkpoint.targets import Target
 from dsa.checkpoint.workers import Task, Workers, worker_count
-from dsa.errors import CheckpointCorruptError, CheckpointExistsError
+from dsa.errors import CheckpointCorruptError
 from dsa.shards.documents import DOCUMENT
 
 __all__ = ["copy_checkpoint"]
@@ -58,7 +58,7 @@ def copy_checkpoint(
         checkpoint.source,
         find_target(target, storage_options if target_storage_options is None else target_storage_options),
     )
-    _check_apart(origin.place, place)
+    check_apart(origin.place, place)
     keys = _keys(checkpoint)
     root = origin.read(DOCUMENT)
     total = sum(origin.sizes[key] for key in keys) + (checkpoint.nbytes if verify else 0)
@@ -79,12 +79,6 @@ def copy_checkpoint(
     except BaseException:
         output.abort()
         raise
-
-
-def _check_apart(source: Place, target: Place) -> None:
-    same = source.url == target.url or (source.files is target.files and source.root == target.root)
-    if same and target.directory is None:
-        raise CheckpointExistsError(f"{target.url!r} is the source itself: choose another address")
 
 
 def _keys(checkpoint: Checkpoint) -> list[str]:

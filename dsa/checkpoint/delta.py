@@ -20,7 +20,7 @@ from typing import BinaryIO, Final, NamedTuple, Unpack, cast, final
 import numpy as np
 
 from dsa.checkpoint.export import ExportOptions, write_checkpoint
-from dsa.checkpoint.places import StorageOptions
+from dsa.checkpoint.places import StorageOptions, check_apart, find_place
 from dsa.checkpoint.reading import Checkpoint, open_checkpoint
 from dsa.content import StateContent, TableContent
 from dsa.errors import (
@@ -46,11 +46,13 @@ class OpenedContent(NamedTuple):
         checkpoint: The checkpoint that was named.
         content: Its content; of a delta, laid over its base's.
         nbytes: Bytes that a pass over the content reads.
+        sources: The checkpoints that are read.
     """
 
     checkpoint: Checkpoint
     content: StateContent
     nbytes: int
+    sources: tuple[Checkpoint, ...]
 
 
 def write_delta(
@@ -76,6 +78,7 @@ def write_delta(
         CheckpointMismatchError: `base` is a delta itself, is not of this state's history, or something
             changed that rows don't tell; export a full checkpoint then.
     """
+    check_apart(base.source.place, find_place(url, options.get("storage_options")))
     _check_base(content, base)
     names = {entry.name for entry in base.tables}
     with ExitStack() as stack:
@@ -117,9 +120,10 @@ def open_content(
     if checkpoint.kind != "delta":
         if base is not None:
             raise ValueError(f"{checkpoint.url!r} is no differential checkpoint: leave base= out")
-        return OpenedContent(checkpoint, checkpoint.content(verify), checkpoint.nbytes)
+        return OpenedContent(checkpoint, checkpoint.content(verify), checkpoint.nbytes, (checkpoint,))
     below = _find_base(checkpoint, base, storage_options)
-    return OpenedContent(checkpoint, _merged(checkpoint, below, verify), checkpoint.nbytes + below.nbytes)
+    nbytes = checkpoint.nbytes + below.nbytes
+    return OpenedContent(checkpoint, _merged(checkpoint, below, verify), nbytes, (checkpoint, below))
 
 
 def flatten_checkpoint(
@@ -144,11 +148,19 @@ def flatten_checkpoint(
         CheckpointError: a checkpoint can't be used, or the destination can't be written.
     """
     opened = open_content(url, base=base, storage_options=options.get("storage_options"))
+    place = find_place(destination, options.get("storage_options"))
+    for source in opened.sources:
+        check_apart(source.source.place, place)
     options.setdefault("attributes", opened.checkpoint.attributes)
     return write_checkpoint(opened.content, destination, **options)
 
 
 def _check_base(content: StateContent, base: Checkpoint) -> None:
+    if base.global_step >= 2**31 - 1:
+        raise CheckpointMismatchError(
+            f"{base.url!r} is of step {base.global_step}, beyond which stamps don't count: export a full "
+            "checkpoint"
+        )
     if base.kind != "full":
         raise CheckpointMismatchError(
             f"{base.url!r} is a differential checkpoint itself: pass the full one that it is relative to"
@@ -300,8 +312,9 @@ class _Changes:
             return False
         self._numbered = block[1]
         numbers = self._numbered[ROWS]
-        steps = np.diff(numbers, prepend=self._last)
-        if (steps <= 0).any() or numbers[-1] >= self._rows:
+        # Compared, not subtracted: differences of hostile numbers overflow.
+        increasing = numbers[0] > self._last and bool((numbers[1:] > numbers[:-1]).all())
+        if not increasing or numbers[-1] >= self._rows:
             raise _bad_rows(self._delta, self._name)
         self._last = int(numbers[-1])
         return True

@@ -12,9 +12,9 @@ from typing import Any, Final, final
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from dsa.errors import CheckpointNotFoundError
+from dsa.errors import CheckpointExistsError, CheckpointNotFoundError
 
-__all__ = ["Place", "StorageOptions", "find_place", "find_target"]
+__all__ = ["Place", "StorageOptions", "check_apart", "find_place", "find_target"]
 
 StorageOptions = Mapping[str, Any]
 
@@ -48,6 +48,24 @@ class Place:
         if not self.root:
             return path.lstrip("/")
         return path.removeprefix(f"{self.root}/") if path.startswith(f"{self.root}/") else None
+
+
+def check_apart(source: Place, target: Place) -> None:
+    """Refuse to write a checkpoint over one that it is made of.
+
+    Raises:
+        CheckpointExistsError: they are the same place.
+    """
+    if source.directory is not None and target.directory is not None:
+        same = os.path.realpath(source.directory) == os.path.realpath(target.directory)
+    else:
+        same = source.url == target.url or (
+            source.directory is target.directory
+            and source.files is target.files
+            and source.root == target.root
+        )
+    if same:
+        raise CheckpointExistsError(f"{target.url!r} is the source itself: choose another address")
 
 
 def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | None = None) -> Place:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dsa.checkpoint.sources import Source
 from dsa.shards.documents import array_document
-from dsa.shards.encoding import raw_index
+from dsa.shards.encoding import index_bytes, raw_index
 from dsa.shards.layout import ArrayLayout, ArraySpec
 
 __all__ = ["are_plain", "plain_layout", "read_plain"]
@@ -55,15 +55,12 @@ def are_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop: 
         # The last shard ends with the array's last chunk.
         rows = min(layout.shard_rows, layout.spec.rows - shard * layout.shard_rows)
         used = -(-rows // layout.chunk_rows)
-        expected, data = (
-            raw_index(layout.chunks_per_shard, layout.chunk_bytes, used),
-            used * layout.chunk_bytes,
-        )
-        size = source.sizes.get(key)
+        data, size = used * layout.chunk_bytes, source.sizes.get(key)
         if size is None:
             continue
-        if size != data + len(expected):
+        if size != data + index_bytes(layout.chunks_per_shard):
             return False
+        expected = raw_index(layout.chunks_per_shard, layout.chunk_bytes, used)
         found = bytearray(len(expected))
         source.read_into(key, data, memoryview(found))
         if found != expected:

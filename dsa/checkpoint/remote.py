@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
 import posixpath
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final, final
 
+from dsa.checkpoint.manifest import ARRAY_CHECKSUM
 from dsa.checkpoint.occupied import STATE_FILE, foreign_entry, root_attribute
 from dsa.checkpoint.places import Place
 from dsa.checkpoint.sources import list_remote
@@ -204,9 +206,25 @@ def _root_of(place: Place, folder: str) -> dict[str, Any] | None:
         return None
 
 
+def _is_left_over(place: Place, keys: list[str]) -> bool:
+    """Tell whether everything is what an interrupted upload of ours leaves, by names and by documents."""
+    if DOCUMENT in keys or not all(map(_LEFT_OVER.fullmatch, keys)):
+        return False
+    documents = [key for key in keys if key.endswith(f"/{DOCUMENT}")]
+    return bool(documents) and all(_is_ours(place, key) for key in documents)
+
+
+def _is_ours(place: Place, key: str) -> bool:
+    try:
+        attributes = json.loads(place.files.cat_file(place.remote_path(key))).get("attributes")
+    except (OSError, ValueError, AttributeError):
+        return False
+    return isinstance(attributes, dict) and bool({ARRAY_CHECKSUM, "second_moment"} & set(attributes))
+
+
 def _check_replaceable(place: Place, keys: list[str], overwrite: bool) -> None:
     attribute = _root_of(place, place.root)
-    if attribute is None and not (all(map(_LEFT_OVER.fullmatch, keys)) and DOCUMENT not in keys):
+    if attribute is None and not _is_left_over(place, keys):
         raise CheckpointExistsError(
             f"{place.url!r} holds {keys[0]!r} and is no checkpoint of dsa: choose another address, or delete "
             "it yourself; not even overwrite=True replaces it"

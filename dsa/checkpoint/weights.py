@@ -150,9 +150,14 @@ def _write_remote(
     if system.exists(path) and not overwrite:
         raise _taken(url)
     try:
-        # The object appears when the file is closed, whole.
-        with system.open(path, "wb") as file:
+        file = system.open(path, "wb")
+        try:
             _write(cast("BinaryIO", file), content, header, progress)
+        except BaseException:
+            # Closing would make what is there the object: not in a with statement.
+            getattr(file, "discard", lambda: None)()
+            raise
+        file.close()
     except OSError as error:
         raise _refused(url, error) from error
     return url

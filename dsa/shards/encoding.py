@@ -22,10 +22,8 @@ from dsa.shards.documents import ZSTD_LEVEL
 from dsa.shards.layout import ArrayLayout
 
 __all__ = [
-    "assemble",
     "decode_chunk",
     "encode_chunk",
-    "encode_compressed",
     "index_bytes",
     "place_index",
     "raw_index",
@@ -56,25 +54,6 @@ def raw_index(chunks: int, chunk_bytes: int, used: int | None = None) -> bytes:
     places[:there, 0] = np.arange(there, dtype=np.uint64) * np.uint64(chunk_bytes)
     places[:there, 1] = chunk_bytes
     return _sealed(places)
-
-
-def encode_compressed(layout: ArrayLayout, rows: NDArray[Any]) -> list[bytes]:
-    """Return a compressed shard as the parts of a file.
-
-    Args:
-        layout: The array's.
-        rows: The shard's rows in the array's dtype, C-contiguous; fewer than a shard's at the array's end.
-    """
-    chunks = []
-    for start in range(0, layout.shard_rows, layout.chunk_rows):
-        chunk = rows[start : start + layout.chunk_rows]
-        chunks.append(encode_chunk(layout, chunk) if len(chunk) else b"")
-    return assemble(chunks)
-
-
-def assemble(chunks: list[bytes]) -> list[bytes]:
-    """Return a shard of encoded chunks, of which empty ones are absent, as the parts of a file."""
-    return [*(chunk for chunk in chunks if chunk), place_index([len(chunk) for chunk in chunks])]
 
 
 def place_index(lengths: Sequence[int]) -> bytes:
