@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +25,9 @@ from dsa.errors import (
     CheckpointNotFoundError,
     DiskSpaceError,
     StateExistsError,
+    StateIncompleteError,
     StateMismatchError,
+    StateNotFoundError,
     StateWarning,
 )
 
@@ -503,3 +507,148 @@ def test_c28_memory_stays_small_whatever_the_table(tmp_path):
     used = {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines()}
     assert used.keys() == {"export", "import", "iterate"}, done.stderr
     assert max(used.values()) < 120, used
+
+
+class Gate:
+    """A progress function that holds an export up until it is opened."""
+
+    def __init__(self):
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, done, total):
+        self.reached.set()
+        assert self.open.wait(60)
+
+
+def export_in_a_thread(optimizer, path, gate):
+    """Start an export and return, once it is under way, its thread and where its error will be."""
+    errors = []
+
+    def run():
+        try:
+            optimizer.export_checkpoint(path, progress=gate)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert gate.reached.wait(60)
+    return thread, errors
+
+
+def test_an_import_during_an_export_ends_it_and_not_the_steps(tmp_path):
+    steps = batches(10)
+    with make(tmp_path / "s") as optimizer:
+        for updates in steps[:5]:
+            optimizer.step(updates)
+        early = optimizer.export_checkpoint(tmp_path / "early")
+        gate = Gate()
+        thread, errors = export_in_a_thread(optimizer, tmp_path / "late", gate)
+        optimizer.import_checkpoint(early)
+        optimizer.step(steps[5])
+        assert optimizer.global_step == 6
+        gate.open.set()
+        thread.join()
+        assert not errors or "an import has replaced the state" in str(errors[0])
+
+
+def test_an_export_that_ends_after_an_import_is_no_base(tmp_path):
+    """It was of the history that the import has ended, though the state has kept its name."""
+    steps = batches(20)
+    with make(tmp_path / "s") as optimizer:
+        for updates in steps[:5]:
+            optimizer.step(updates)
+        early = optimizer.export_checkpoint(tmp_path / "early")
+        for updates in steps[5:10]:
+            optimizer.step(updates)
+        gate = threading.Event()
+        state, opened = optimizer._state, dsa.transfer.open_checkpoint
+
+        def late(url, **options):
+            assert gate.wait(60)
+            return opened(url, **options)
+
+        with mock.patch.object(dsa.transfer, "open_checkpoint", late):
+            thread = threading.Thread(target=optimizer.export_checkpoint, args=(tmp_path / "late",))
+            thread.start()
+            while state.observers or not (tmp_path / "late").exists():
+                time.sleep(0.001)
+            optimizer.import_checkpoint(early)
+            gate.set()
+            thread.join()
+        for updates in steps[10:12]:
+            optimizer.step(updates)
+        with pytest.raises(CheckpointMismatchError, match="nobody knows which rows"):
+            optimizer.export_checkpoint(tmp_path / "delta", base=tmp_path / "late")
+
+
+def test_rows_that_were_never_stepped_are_rows_where_there_is_no_rule(tmp_path):
+    held = torch.nn.Embedding(30, 4, sparse=True)
+    with DiskSparseAdam([("table", held.weight)], lr=0.1, state_dir=tmp_path / "held") as optimizer:
+        held(torch.arange(10)).sum().backward()
+        optimizer.step()
+        optimizer.export_checkpoint(tmp_path / "ckpt")
+    tables = {"table": np.zeros((30, 4), np.float32)}
+    with DiskSparseRiemannianAdam(tables, k=0.0, disk_dir=tmp_path / "disk") as optimizer:
+        optimizer.import_checkpoint(tmp_path / "ckpt")
+        before = optimizer.read_rows(np.arange(30)).numpy()
+        np.testing.assert_array_equal(before, held.weight.detach().numpy())
+        optimizer.set_curvature(1.0, map="log0")
+        after = optimizer.read_rows(np.arange(30)).numpy().astype(float)
+        distance = 2.0 * np.arctanh(np.linalg.norm(after, axis=1))
+        np.testing.assert_allclose(distance, np.linalg.norm(before, axis=1), rtol=1e-4)
+
+
+def test_a_half_made_restore_is_no_state(tmp_path, monkeypatch):
+    with make(tmp_path / "s") as optimizer:
+        optimizer.step(batches(1)[0])
+        optimizer.export_checkpoint(tmp_path / "ckpt")
+
+    class Killed(BaseException):
+        pass
+
+    def die(*arguments):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dsa.installation.write_metadata", die)
+        patched.setattr("dsa.transfer._unmake", lambda state, *arguments: state.abandon())
+        patched.setattr("dsa.installation._remove", lambda *arguments: None)
+        with pytest.raises(Killed):
+            dsa.import_checkpoint(tmp_path / "ckpt", tmp_path / "made")
+    with pytest.raises(StateIncompleteError):
+        make(tmp_path / "made", resume=True)
+    dsa.import_checkpoint(tmp_path / "ckpt", tmp_path / "made")
+    with make(tmp_path / "made", resume=True) as optimizer:
+        assert optimizer.global_step == 1
+    assert len(list((tmp_path / "made").glob("*.dsa"))) == 2
+
+
+def test_an_interrupt_while_weights_are_put_back(tmp_path, monkeypatch):
+    embedding = torch.nn.Embedding(60, 4, sparse=True)
+    with DiskSparseAdam(embedding.parameters(), lr=0.1, state_dir=tmp_path / "s") as optimizer:
+        optimizer.export_checkpoint(tmp_path / "ckpt")
+        wanted = embedding.weight.detach().clone()
+        embedding(torch.arange(60)).sum().backward()
+        optimizer.step()
+        held = optimizer._state.tables["param_0"].held
+        put, calls = type(held).put, []
+
+        def interrupted(self, rows, weights):
+            calls.append(1)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            put(self, rows, weights)
+
+        monkeypatch.setattr(type(held), "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.import_checkpoint(tmp_path / "ckpt")
+        assert optimizer.global_step == 0
+        assert torch.equal(embedding.weight, wanted)
+
+
+def test_a_directory_of_an_older_release_is_not_migrated_by_an_export(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "a_w.dat").write_bytes(b"old")
+    with pytest.raises(StateNotFoundError, match=r"dsa\.migrate"):
+        dsa.export_checkpoint(tmp_path / "old", tmp_path / "ckpt")

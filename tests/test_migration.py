@@ -218,3 +218,16 @@ def test_content_of_an_open_directory_is_not_overwritten(tmp_path):
     make_state(tmp_path / "s", content, storage)
     with pytest.raises(StateExistsError, match="choose another directory"):
         make_state(tmp_path / "s", content, storage)
+
+
+@pytest.mark.filterwarnings("ignore::dsa.errors.StateWarning")
+def test_a_second_set_of_old_files_is_kept_beside_the_first(tmp_path):
+    path = tmp_path / "state"
+    shutil.copytree(GOLDEN / "0.3.0", path)
+    optimizer(path, resume=True).close()
+    first = {file.name: file.read_bytes() for file in (path / SET_ASIDE).iterdir()}
+    for file in (GOLDEN / "0.3.0").iterdir():
+        (path / file.name).write_bytes(file.read_bytes() + b"changed")
+    optimizer(path, resume=True).close()
+    assert {file.name: file.read_bytes() for file in (path / SET_ASIDE).iterdir()} == first
+    assert len(list((path / f"{SET_ASIDE}-2").iterdir())) == len(first)

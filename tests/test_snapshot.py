@@ -10,6 +10,7 @@ import torch
 import dsa
 from dsa import DiskSparseAdam, DiskSparseRiemannianAdam, init
 from dsa.backends import memmap
+from dsa.errors import StateClosedError
 from dsa.snapshot import Snapshot
 
 ROWS = {"entity": 2_000, "relation": 300}
@@ -192,3 +193,26 @@ def test_a_table_made_later_is_not_part_of_it(tmp_path):
             (first(torch.tensor([1])) + second(torch.tensor([2]))).sum().backward()
             optimizer.step()
             assert [table.name for table in snapshot.content.tables] == ["first"]
+
+
+@pytest.mark.parametrize("rows", [64, 65, 97])
+def test_what_was_set_aside_of_a_table_is_released_once_it_is_read(tmp_path, rows):
+    optimizer = DiskSparseRiemannianAdam({"a": init.Zeros(rows, 2)}, k=0.0, disk_dir=tmp_path / "s")
+    with optimizer, Snapshot(optimizer._state, held_bytes=1) as snapshot:
+        optimizer.step({"a": ([0, rows - 1], np.ones((2, 2), np.float32))})
+        (table,) = snapshot.content.tables
+        list(table.blocks())
+        assert snapshot._held == 0
+        optimizer.step({"a": ([rows - 1], np.ones((1, 2), np.float32))})  # does not wait
+        assert snapshot.waits == 0
+
+
+def test_a_snapshot_that_nobody_entered_gives_up_instead_of_holding_training_up(tmp_path):
+    with make(tmp_path / "s") as optimizer:
+        snapshot = Snapshot(optimizer._state, held_bytes=1)
+        generator = np.random.default_rng(0)
+        for _ in range(3):
+            optimizer.step(batch(generator))
+        assert optimizer._state.observers == []
+        with pytest.raises(StateClosedError, match="export again"):
+            whole(snapshot)

@@ -156,6 +156,8 @@ def _write_remote(
         except BaseException:
             # Closing would make what is there the object: not in a with statement.
             getattr(file, "discard", lambda: None)()
+            with contextlib.suppress(AttributeError):
+                file.closed = True  # else its destructor closes what was given up
             raise
         file.close()
     except OSError as error:

@@ -1,6 +1,7 @@
 """Differential checkpoints: base and delta together are the state, bit for bit, or a clear refusal."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,14 @@ import zarr
 
 import dsa
 from dsa import DiskEmbedding, DiskSparseAdam, DiskSparseRiemannianAdam, init
-from dsa.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from dsa.checkpoint import open_content
+from dsa.checkpoint.delta import _Changes
+from dsa.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
 
 ROWS = {"entity": 5_000, "relation": 40}
 DIM = 16
@@ -253,3 +261,33 @@ def test_through_memory(run, tmp_path):
     dsa.import_checkpoint("memory://deltas/delta", tmp_path / "made")
     with make(tmp_path / "made", resume=True) as made:
         assert records(made) == records(optimizer)
+
+
+@pytest.mark.parametrize("place", ["{tmp}", "memory://self"])
+def test_nothing_is_written_over_what_it_is_made_of(run, tmp_path, place):
+    optimizer, _, _ = run
+    where = place.format(tmp=tmp_path)
+    base = optimizer.export_checkpoint(f"{where}/base")
+    train(optimizer, 1, seed=4)
+    delta = optimizer.export_checkpoint(f"{where}/delta", base=base)
+    for target in (base, delta):
+        with pytest.raises(CheckpointExistsError, match="is the source itself"):
+            dsa.flatten_checkpoint(delta, target, overwrite=True)
+    with pytest.raises(CheckpointExistsError, match="is the source itself"):
+        optimizer.export_checkpoint(base, base=base, overwrite=True)
+    dsa.open_checkpoint(base).verify()
+    dsa.open_checkpoint(delta).verify()
+
+
+def test_row_numbers_whose_differences_overflow(run, tmp_path):
+    _, _, delta = run
+    opened = open_content(delta)
+    table = opened.checkpoint.stored_content().tables[0]
+    (block,) = (records for _, records in table.blocks())
+    hostile = block[:5].copy()
+    hostile["rows"] = [5, 2**63 - 1, -(2**63), -1, 7]
+    changes = _Changes(
+        opened.checkpoint, replace(table, blocks=lambda: iter([(0, hostile)])), table.schema, 5_000
+    )
+    with pytest.raises(CheckpointCorruptError, match="not increasing"):
+        list(changes.until(5_000))

@@ -374,3 +374,15 @@ def test_credentials_for_a_prefix_only(memory, monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "exists", guarded)
     export(OLD, place)
     assert_same(open_checkpoint(place).content(), OLD)
+
+
+def test_somebody_elses_arrays_are_not_what_an_upload_of_ours_left(memory):
+    import zarr
+
+    for name in ("train", "test"):
+        group = zarr.open_group(f"{memory}/data/{name}", mode="w")
+        group.create_array("x", shape=(4,), dtype="f4")[:] = 1.0
+    before = sorted(MemoryFileSystem.store)
+    with pytest.raises(CheckpointExistsError, match="is no checkpoint of dsa"):
+        export(OLD, f"{memory}/data", overwrite=True)
+    assert sorted(MemoryFileSystem.store) == before

@@ -101,3 +101,25 @@ def test_weights_of_a_module(tmp_path):
     with DiskSparseAdam(embedding.parameters(), lr=0.1, state_dir=tmp_path / "s") as optimizer:
         optimizer.export_weights(tmp_path / "w.safetensors")
     np.testing.assert_array_equal(load_file(tmp_path / "w.safetensors")["param_0"], embedding.weight.detach())
+
+
+def test_a_failed_upload_leaves_what_was_there(optimizer, s3, monkeypatch):
+    import fsspec
+
+    fsspec.filesystem("s3", **s3).mkdir("weights-bucket")
+    url = "s3://weights-bucket/w.safetensors"
+    optimizer.export_weights(url, storage_options=s3)
+    before = fsspec.filesystem("s3", **s3).cat(url)
+
+    def half(file, *arguments):
+        file.write(before[: len(before) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_write", half)
+    for each in (url, "s3://weights-bucket/new.safetensors"):
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.export_weights(each, overwrite=True, storage_options=s3)
+    assert fsspec.filesystem("s3", **s3).cat(url) == before
+    assert fsspec.filesystem("s3", **s3).ls("weights-bucket", detail=False) == [
+        "weights-bucket/w.safetensors"
+    ]
