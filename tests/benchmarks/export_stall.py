@@ -1,7 +1,7 @@
 """How long training waits for an export: steps timed without one, and while a thread writes one.
 
-Run by hand: ``python tests/benchmarks/export_stall.py [--rows N] [--dim D] [--batch B]``. It also prints what a
-differential checkpoint of 5 % of the rows takes beside the full one.
+Run by hand: ``python tests/benchmarks/export_stall.py [--rows N] [--dim D] [--batch B]``. It also prints what
+a differential checkpoint of 5 % of the rows takes beside the full one.
 """
 
 import argparse
@@ -27,10 +27,9 @@ def timed(optimizer, rows, grad, generator, until):
 
 
 def line(what, times):
-    print(
-        f"{what:>16}: {len(times):6,} steps, median {np.median(times):7.2f} ms, 99 % {np.quantile(times, 0.99):7.2f}, "
-        f"longest {max(times):7.2f}"
-    )
+    middle, most = np.quantile(times, [0.5, 0.99])
+    steps, longest = len(times), max(times)
+    print(f"{what:>16}: {steps:6,} steps, median {middle:7.2f} ms, 99 % {most:7.2f}, longest {longest:7.2f}")
 
 
 def stored(path):
