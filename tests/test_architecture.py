@@ -110,7 +110,8 @@ FLOORS = [
             "dsa.kernels.threads",
         ],
     ),
-    ("options and layout", ["dsa.conventions", "dsa.kernels.compiling", "dsa.notices", "dsa.schema"]),
+    ("word of compilation", ["dsa.kernels.compiling"]),
+    ("options and layout", ["dsa.conventions", "dsa.notices", "dsa.schema"]),
     ("files of arrays", ["dsa.shards.*"]),
     ("errors", ["dsa.errors"]),
 ]  # fmt: skip

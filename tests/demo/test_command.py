@@ -15,6 +15,8 @@ from dsa.demo import picture
 ROOT = Path(dsa.__file__).parents[1]
 QUICK = ["--dim", "2", "--epochs", "6", "--batch-size", "16", "--pool", "20"]
 
+COMPILING = "dsa: compiling its kernels, once on this machine ...\n"  # on standard error, when it is so
+
 
 @pytest.fixture
 def place(tmp_path, parent_lines):
@@ -45,7 +47,7 @@ def test_a_run_prints_draws_and_saves(place, capsys):
     )
     assert cli.main(arguments(place, *more)) == 0
     out, err = capsys.readouterr()
-    assert err == ""
+    assert err.replace(COMPILING, "") == ""
     assert "40 nodes, 102 edges\n" in out
     for line in ("MAP ", "mean rank ", "on disk ", "memory ", "on the clamp ", "loss "):
         assert f"\n{line}" in out
@@ -140,7 +142,7 @@ def test_a_cycle_is_refused_with_closure_only(place, capsys):
 def test_without_matplotlib_there_is_no_picture(place, capsys, monkeypatch):
     monkeypatch.setattr(picture, "available", lambda: False)
     assert cli.main(arguments(place)) == 0
-    assert "no picture: matplotlib isn't installed (pip install 'dsa[plot]')" in capsys.readouterr().out
+    assert "no picture: matplotlib isn't installed (pip install matplotlib)" in capsys.readouterr().out
     assert not (place / "run" / "ball.png").exists()
     assert cli.main(arguments(place, "--fresh", "--picture", place / "p.png")) == 1
     assert "--picture needs matplotlib" in capsys.readouterr().err
@@ -164,7 +166,7 @@ def test_an_interrupted_or_killed_run_ends_the_same(place, kill):
             process.send_signal(signal.SIGKILL if kill else signal.SIGINT)
             break
     out, err = process.communicate(timeout=60)
-    assert err == ""
+    assert err.replace(COMPILING, "") == ""
     assert process.returncode == (-signal.SIGKILL if kill else 130)
     assert kill or "can go on: give the command again with --resume" in out
 

@@ -95,5 +95,5 @@ def test_without_xarray(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "xarray", None)
     with open_state(path) as state:
         for make in (state.to_xarray, state["flat"].to_xarray):
-            with pytest.raises(ImportError, match=r"to_xarray needs xarray.*pip install 'dsa\[notebook\]'"):
+            with pytest.raises(ImportError, match=r"to_xarray needs xarray.*pip install xarray"):
                 make()

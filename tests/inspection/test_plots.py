@@ -210,7 +210,7 @@ def test_samples_of_large_tables(tmp_path):
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in CASES.values():
-        with pytest.raises(ImportError, match=r"plots need matplotlib.*pip install 'dsa\[plot\]'"):
+        with pytest.raises(ImportError, match=r"plots need matplotlib.*pip install matplotlib"):
             draw()
 
 
