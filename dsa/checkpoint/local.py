@@ -146,9 +146,10 @@ class LocalTarget:
         return None
 
     def _release(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        # Forgotten first: closed twice, another file of that number would be closed.
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
     def abort(self) -> None:
         """Remove what was written; after `commit` nothing of it is left here."""
