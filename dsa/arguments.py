@@ -208,7 +208,7 @@ def _require_names(names: Sequence[str]) -> None:
             raise ValueError(f"the name {name!r} is given to two parameters: pass different ones")
 
 
-def _flat(members: Any) -> Iterator[Any]:  # noqa: ANN401 - nested iterables of unchecked members
+def _flat(members: object) -> Iterator[Any]:
     if isinstance(members, torch.Tensor) or _is_named(members):
         yield members
     elif isinstance(members, Iterable) and not isinstance(members, str):

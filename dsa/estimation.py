@@ -27,7 +27,7 @@ class Estimate:
 
     Args:
         fields: Bytes of each field: w, m, v, t and the stamp s.
-        logical: w + m + v + t, what a checkpoint without compression holds.
+        logical: w + m + v + t. A checkpoint without compression holds the stamps besides, 4 bytes a row.
         file: The table's file, or files, with stamps, padding and header. What compression saves depends on
             the rows that are trained: with it, the size before.
         while_exporting: The file and one uncompressed checkpoint beside it.

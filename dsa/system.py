@@ -39,6 +39,7 @@ __all__ = [
     "probe_size",
     "read_at",
     "reserve",
+    "resource",
     "sync_directory",
     "sync_file",
     "sync_mapping",

@@ -23,6 +23,14 @@ def test_c30_ten_million_rows_of_128():
     assert guess.while_exporting == guess.file + guess.logical
 
 
+def test_c38_the_state_and_its_export_exceed_a_notebooks_twenty_gigabytes():
+    """Each fits alone; together they do not, which is to be known before."""
+    guess = estimate(10_000_000, 128)
+    assert guess.logical == pytest.approx(15.4e9)
+    assert guess.file < 20e9 < guess.while_exporting
+    assert guess.while_exporting == pytest.approx(2 * 15.4e9, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("rows", "dim", "total"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 from dsa.bench.ball_contenders import Geoopt, KernelAlone, load_geoopt, start_in_ball
@@ -70,7 +71,7 @@ def _race(
         tournament.race([ours, Entry(kernel, Footprint())], seconds)
 
 
-def _geoopt(geoopt: object, rows: int, dim: int, second_moment: str) -> Callable[[], Contender]:
+def _geoopt(geoopt: ModuleType, rows: int, dim: int, second_moment: str) -> Callable[[], Contender]:
     return lambda: Geoopt(geoopt, rows, dim, second_moment)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from typing import Any, final
+from types import ModuleType
+from typing import final
 
 import numpy as np
 import torch
@@ -20,15 +22,14 @@ from dsa.schema import adam_schema
 __all__ = ["Geoopt", "KernelAlone", "load_geoopt", "start_in_ball"]
 
 
-def load_geoopt() -> Any:  # noqa: ANN401 - an untyped module that may be missing
+def load_geoopt() -> ModuleType | None:
     """Return geoopt, or None where it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import geoopt
+            return importlib.import_module("geoopt")
     except ImportError:
         return None
-    return geoopt
 
 
 @final
@@ -46,7 +47,7 @@ class Geoopt:
         second_moment: ``"row"`` or ``"coordinate"``.
     """
 
-    def __init__(self, geoopt: Any, rows: int, dim: int, second_moment: str) -> None:  # noqa: ANN401
+    def __init__(self, geoopt: ModuleType, rows: int, dim: int, second_moment: str) -> None:
         self.key = f"geoopt_{second_moment}"
         self.what = f"geoopt's functions in RAM, float64, v per {second_moment}"
         self._ball = geoopt.PoincareBall(c=1.0).double()

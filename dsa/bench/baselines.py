@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Literal, final
 
 import numpy as np
 import torch
@@ -132,12 +132,12 @@ class Naive:
         self.flush()
         self._maps.clear()
 
-    def _open(self, mode: str) -> None:
+    def _open(self, mode: Literal["r+", "w+"]) -> None:
         self._maps = {
             name: np.memmap(
                 self._paths[name],
                 dtype=np.int32 if name == "t" else np.float32,
-                mode=mode,  # type: ignore[call-overload]
+                mode=mode,
                 shape=self._shapes[name],
             )
             for name in _NAIVE_FIELDS

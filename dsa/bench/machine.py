@@ -9,11 +9,7 @@ from typing import Any, Final
 
 import dsa
 from dsa import system
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
+from dsa.system import resource
 
 __all__ = [
     "anonymous_bytes",

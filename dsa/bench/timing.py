@@ -19,18 +19,15 @@ _FEWEST_ROUNDS = 3
 
 
 class Contender(Protocol):
-    """One way of taking a step.
-
-    Attributes:
-        key: A short name.
-        what: The same for people.
-    """
+    """One way of taking a step."""
 
     @property
-    def key(self) -> str: ...  # noqa: D102 - documented on the class
+    def key(self) -> str:
+        """A short name."""
 
     @property
-    def what(self) -> str: ...  # noqa: D102 - documented on the class
+    def what(self) -> str:
+        """The same for people."""
 
     def prepare(self, batch: Batch) -> None:
         """Take a batch in the form in which training would hand it over. Not timed."""

@@ -12,10 +12,11 @@ import ctypes
 import errno
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, cast
 
 __all__ = ["exchange_directories", "replace_directory"]
 
@@ -58,10 +59,10 @@ def exchange_directories(first: Path, second: Path) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _renameat2() -> Any:  # noqa: ANN401 - a function of the C library, or None
+def _renameat2() -> Callable[..., int] | None:
     if not sys.platform.startswith("linux"):
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is not None:
         function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    return function
+    return cast("Callable[..., int] | None", function)

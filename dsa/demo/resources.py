@@ -7,10 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
+from dsa.system import resource
 
 __all__ = ["DiskUse", "anonymous_memory", "disk_use", "peak_memory"]
 
