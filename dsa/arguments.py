@@ -254,7 +254,7 @@ def require_second_moment(state: StateDirectory, table: Table, second_moment: st
             "state='rowwise_adam' goes with 'row')"
         )
     table.second_moment = second_moment
-    state.mark_change(state.change)
+    state.save()
 
 
 def named_table(tables: Mapping[str, Table], name: str | None) -> Table:

@@ -1,22 +1,26 @@
-"""Making the files of a new state directory."""
+"""Making the files of a state, and beginning a life of it: what every switch of the whole ends with."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from dsa import system
-from dsa.errors import DiskSpaceError
+from dsa.content import TableContent
+from dsa.errors import DiskSpaceError, StateCorruptError
+from dsa.holding import HeldDirectory
 from dsa.init import FromArray, Initializer
 from dsa.journal import Journal
-from dsa.metadata import METADATA_NAME, Metadata, write_metadata
-from dsa.state import StateDirectory
+from dsa.metadata import METADATA_NAME, Metadata, journal_files, read_metadata, write_metadata
+from dsa.schema import Records
+from dsa.state import StateDirectory, describe_files
 from dsa.storage import Storage, TableSpec
-from dsa.table import Table
+from dsa.table import Table, describe_table, stamp_of
 from dsa.table_files import (
     drain_backend,
     file_of,
@@ -24,43 +28,42 @@ from dsa.table_files import (
     new_file,
     probe_table,
     remove_table_file,
+    sweep,
     table_bytes,
 )
 from dsa.weights import write_initial_weights
 from dsa.writer import WriteBehind
 
 __all__ = [
-    "JOURNAL_NAME",
     "add_table",
+    "begin_life",
     "check_sources",
     "create_state",
-    "make_journal",
+    "is_current",
     "make_table",
+    "make_table_of",
     "queue_writes",
     "require_space",
     "start",
 ]
 
-JOURNAL_NAME: Final = "dsa.journal"
 # Entries that are let go after each step use the same memory again and again: it stays in the cache if it is
 # small.
 _CHECK_BYTES: Final = 8 << 20
-_HOT_BYTES: Final = 1 << 20
+_FIRST_BYTES: Final = 1 << 20
 _RETAINING_BYTES: Final = 64 << 20
 
 
-def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage, freed: int = 0) -> None:
-    """Raise `DiskSpaceError` when tables with reserved space don't fit, counting `freed` bytes as free."""
+def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage) -> None:
+    """Raise `DiskSpaceError` when tables with reserved space don't fit."""
     needed = sum(table_bytes(spec.source.rows, spec.schema, storage.layout) for spec in specs)
-    if storage.allocate != "reserve":
-        return
-    available = system.available_bytes(path) + freed
-    if needed > available:
+    available = system.available_bytes(path)
+    if storage.allocate == "reserve" and needed > available:
         raise DiskSpaceError(needed, available, str(path))
 
 
 def check_sources(path: Path, specs: Sequence[TableSpec], storage: Storage) -> None:
-    """Look at everything that could keep tables from being made, before older state is removed for them.
+    """Look at everything that could keep tables from being made, before anything is made for them.
 
     Raises:
         ValueError: an array of first weights holds a value that is not finite.
@@ -73,43 +76,114 @@ def check_sources(path: Path, specs: Sequence[TableSpec], storage: Storage) -> N
                 pass
 
 
-def create_state(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage) -> StateDirectory:
+def create_state(
+    held: HeldDirectory, specs: Sequence[TableSpec], storage: Storage, metadata: Metadata
+) -> StateDirectory:
     """Make the files of every table and open them; nothing is left behind when that fails.
+
+    An older state in the directory is replaced at the one instant when the description is.
+
+    Args:
+        held: The directory.
+        specs: The tables.
+        storage: How to store them.
+        metadata: The description of a state without tables.
 
     Raises:
         DiskSpaceError: there is not enough room.
         ValueError: an array of first weights holds a value that is not finite.
     """
+    path = held.path
     require_space(path, specs, storage)
     tables: list[Table] = []
+    first = not (path / METADATA_NAME).exists()
     try:
-        if not (path / METADATA_NAME).exists():
-            write_metadata(path, Metadata("creating", "", note="making a new state"))
+        if first:
+            write_metadata(path, Metadata("creating", "", note="making a new state"), held.directory)
         # In place, one by one: what is made before a failure has to be undone.
         tables.extend(make_table(path, spec, storage) for spec in specs)
-        return start(path, lock, Metadata("open", secrets.token_hex(8)), tables, storage)
+        return start(held, metadata, tables, storage)
     except BaseException:
-        _discard(path, tables)
+        if not is_current(path, metadata):
+            _discard(path, tables, [path / METADATA_NAME] if first else [])
         raise
 
 
 def make_table(path: Path, spec: TableSpec, storage: Storage) -> Table:
-    """Make the file of one table and open it; nothing is left behind when that fails."""
-    file = new_file(path, spec.name, storage.layout)
+    """Make the file of one table, durably, and open it; nothing is left behind when that fails."""
+    file, generation = new_file(path, spec.name, storage.layout)
     backend = make_backend(file, spec.source.rows, spec.schema, storage)
     lazy = spec.source if isinstance(spec.source, Initializer) and "w" in spec.schema.names else None
-    table = Table(spec.name, backend, lazy, spec.second_moment, spec.init_max_norm_fraction, spec.k)
+    table = Table(
+        spec.name,
+        backend,
+        lazy,
+        spec.second_moment,
+        spec.init_max_norm_fraction,
+        spec.k,
+        generation=generation,
+    )
     try:
         write_initial_weights(table, spec.source)
-        drain_backend(backend)  # no journal knows of them
-        if storage.durability == "power":
-            backend.flush()
+        drain_backend(backend)
+        # Under every policy: what the description names is whole even if power is lost the moment after.
+        backend.flush()
     except BaseException:
-        with contextlib.suppress(OSError):
-            backend.close()
-        remove_table_file(file)
+        _discard(path, [table], [])
         raise
     return table
+
+
+def make_table_of(
+    path: Path, content: TableContent, storage: Storage, global_step: int | None = None
+) -> Table:
+    """Make the file of a table with some content, durably; nothing is left behind when that fails.
+
+    Args:
+        path: The state directory.
+        content: The table.
+        storage: How to store it.
+        global_step: The step whose stamp the written rows get; None keeps their stamps.
+    """
+    file, generation = new_file(path, content.name, storage.layout)
+    backend = make_backend(file, content.rows, content.stored or content.schema, storage)
+    table = Table(
+        content.name,
+        backend,
+        content.initializer,
+        content.second_moment,
+        content.init_max_norm_fraction,
+        content.k,
+        content.steps,
+        generation=generation,
+    )
+    try:
+        for first, records in content.blocks():
+            _write_block(table, first, records, global_step)
+        drain_backend(backend)
+        backend.flush()
+    except BaseException:
+        _discard(path, [table], [])
+        raise
+    return table
+
+
+def _write_block(table: Table, first: int, records: Records, global_step: int | None) -> None:
+    # A rule gives untouched rows their weights: they stay holes.
+    schema = table.backend.schema
+    lazy = table.initializer is not None or "w" not in schema.names
+    chosen = np.flatnonzero(records["s"] != 0) if lazy else np.arange(len(records))
+    if len(chosen) == 0:
+        return
+    kept = np.zeros(len(chosen), schema.dtype)
+    for name in kept.dtype.names or ():
+        kept[name] = records[name][chosen]
+    if not lazy:
+        kept["s"] = np.where(kept["s"] == 0, 1, kept["s"])  # without a rule every row is one that was written
+    if global_step is not None:
+        kept["s"] = stamp_of(global_step)
+    table.backend.reserve(first + chosen)
+    table.backend.write(first + chosen, kept)
 
 
 def add_table(state: StateDirectory, spec: TableSpec, storage: Storage) -> Table:
@@ -126,46 +200,76 @@ def add_table(state: StateDirectory, spec: TableSpec, storage: Storage) -> Table
     return table
 
 
-def _discard(path: Path, tables: Sequence[Table]) -> None:
-    """Remove what an unfinished creation has made, whatever state it is in."""
-    steps: list[Callable[[], object]] = [table.backend.close for table in tables]
-    steps += [partial(remove_table_file, file_of(path, table)) for table in tables]
-    steps += [(path / JOURNAL_NAME).unlink, (path / METADATA_NAME).unlink]
-    for step in steps:
-        with contextlib.suppress(OSError):
-            step()
-
-
 def start(
-    path: Path, lock: int, metadata: Metadata, tables: Sequence[Table], storage: Storage
+    held: HeldDirectory, metadata: Metadata, tables: Sequence[Table], storage: Storage
 ) -> StateDirectory:
-    """Begin to work with tables that are ready: an empty journal, write queues, the mark of an open state."""
-    journal = make_journal(path / JOURNAL_NAME, metadata.identity, storage)
+    """Open a state whose tables are ready: write queues, and a life of its own."""
     for table in tables:
         queue_writes(table, storage)
-    metadata.durability, metadata.boot = storage.durability, system.boot_identity()
-    state = StateDirectory(path, lock, metadata, tables, journal, storage)
-    try:
-        state.mark_change(metadata.change)
-    except BaseException:
-        state.disown()
-        raise
-    return state
+    journal = begin_life(held, metadata, tables, storage)
+    for file in journal_files(held.path):
+        if journal is None or file.name != metadata.journal_name:
+            file.unlink(missing_ok=True)
+    sweep(held.path, [(table.name, table.generation) for table in tables])
+    return StateDirectory(held, metadata, tables, journal, storage)
 
 
-def make_journal(file: Path, identity: str, storage: Storage) -> Journal | None:
-    """Make an empty journal in place of any file there; none where the durability asks for none.
+def begin_life(
+    held: HeldDirectory, metadata: Metadata, tables: Sequence[Table], storage: Storage
+) -> Journal | None:
+    """Switch a directory to some tables, with an empty journal, at one instant.
+
+    The tables' files and the journal's are complete and on the device before; the description is then
+    replaced once. A kill or a loss of power at any moment leaves what was there before, or this; whose files
+    are whose the description tells.
+
+    Args:
+        held: The directory.
+        metadata: What the description is to say; brought up to date.
+        tables: The open tables, in the state's order.
+        storage: How to go on.
+
+    Returns:
+        The journal, or None where the durability asks for none.
 
     Raises:
-        DiskSpaceError: there is not enough room.
+        DiskSpaceError: there is no room for the journal; nothing has changed.
+        OSError: the system refused; `is_current` tells whether the switch has happened.
     """
-    if storage.durability == "none":
-        file.unlink(missing_ok=True)
-        return None
+    path = held.path
+    numbers = [int(each.suffix[1:] or 0) for each in journal_files(path) if each.suffix[1:].isdigit()]
+    metadata.life = max([metadata.life, *numbers]) + 1
+    metadata.status, metadata.note, metadata.failed = "open", "", ""
+    metadata.durability, metadata.boot = storage.durability, system.boot_identity()
+    metadata.journal = storage.durability != "none"
+    metadata.tables = [describe_table(table) for table in tables]
+    journal = _make_journal(path, metadata, storage) if metadata.journal else None
+    try:
+        metadata.files = describe_files(path, metadata, tables)
+        held.check()
+        write_metadata(path, metadata, held.directory)
+    except BaseException:
+        if journal is not None:
+            journal.close(remove=not is_current(path, metadata))
+        raise
+    return journal
+
+
+def is_current(path: Path, metadata: Metadata) -> bool:
+    """Tell whether the description in a directory is of this life of this state."""
+    try:
+        stored = read_metadata(path)
+    except StateCorruptError:
+        return False
+    return stored is not None and (stored.identity, stored.life) == (metadata.identity, metadata.life)
+
+
+def _make_journal(path: Path, metadata: Metadata, storage: Storage) -> Journal:
     durable = storage.durability == "power"
-    hot = not durable and storage.queue is None and not storage.overlay_bytes
-    capacity = storage.overlay_bytes or (_HOT_BYTES if hot else _RETAINING_BYTES)
-    return Journal.create(file, identity, capacity, durable, hot)
+    keeps = durable or storage.queue is not None or storage.overlay_bytes > 0
+    limit = (storage.overlay_bytes or _RETAINING_BYTES) if keeps else 0
+    file = path / metadata.journal_name
+    return Journal.create(file, metadata.journal_identity, _FIRST_BYTES, durable, limit)
 
 
 def queue_writes(table: Table, storage: Storage) -> None:
@@ -178,3 +282,13 @@ def queue_writes(table: Table, storage: Storage) -> None:
             table.backend, max_queue_size=options.max_size, put_timeout=options.put_timeout
         )
         table.backend = table.writer
+
+
+def _discard(path: Path, tables: Sequence[Table], others: Sequence[Path]) -> None:
+    """Remove what an unfinished creation has made, whatever state it is in."""
+    steps: list[Callable[[], object]] = [table.backend.close for table in tables]
+    steps += [partial(remove_table_file, file_of(path, table)) for table in tables]
+    steps += [other.unlink for other in others]
+    for step in steps:
+        with contextlib.suppress(OSError):
+            step()

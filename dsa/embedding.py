@@ -16,11 +16,12 @@ from dsa.disk_parameter import DiskParameter, usable_seed
 from dsa.errors import StateMismatchError
 from dsa.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
 from dsa.lookup import look_up
-from dsa.maintenance import replace_weights, write_weights
+from dsa.maintenance import write_weights
 from dsa.manifolds import manifold_of
 from dsa.portable import Portable
 from dsa.pretrained import pretrained_options, pretrained_source
 from dsa.reference import check_reference, reference_to
+from dsa.replacement import replace_weights
 from dsa.schema import adam_schema
 from dsa.sharing import join_tables
 from dsa.state import StateDirectory
@@ -154,7 +155,11 @@ class _DiskModule(Portable, torch.nn.Module):
         if tuple(weights.shape) != shape:
             error_msgs.append(f"the saved weight is {tuple(weights.shape)} but the table is {shape}")
             return
-        replace_weights(self.weight.state, self.weight.table, FromArray(weights))
+        state = self.weight.state
+        state.require_open()
+        with state.exclusive:
+            state.require_open()
+            replace_weights(state, self.weight.table, FromArray(weights))
 
 
 @final

@@ -10,6 +10,8 @@ The tree; each class also inherits the builtin that callers already catch::
     │   ├── StateCorruptError         (ValueError)         damaged, truncated, extended or foreign file
     │   ├── StateIncompleteError      (RuntimeError)       an interrupted creation or whole-table change
     │   ├── StateLockedError          (BlockingIOError)    another process holds the directory
+    │   ├── StateMovedError           (FileNotFoundError)  the directory was moved or replaced while open
+    │   ├── StateFailedError          (OSError, EIO)       the device refused to sync: open it again
     │   └── StateClosedError          (RuntimeError)       used after close, or in a forked child
     ├── CheckpointError               a checkpoint as a whole
     │   ├── CheckpointExistsError     (FileExistsError)    something is where it is to be written
@@ -56,9 +58,11 @@ __all__ = [
     "StateCorruptError",
     "StateError",
     "StateExistsError",
+    "StateFailedError",
     "StateIncompleteError",
     "StateLockedError",
     "StateMismatchError",
+    "StateMovedError",
     "StateNotFoundError",
     "StateWarning",
     "TrainingWarning",
@@ -95,6 +99,14 @@ class StateIncompleteError(StateError, RuntimeError):
 
 class StateLockedError(StateError, BlockingIOError):
     """Another process holds the directory."""
+
+
+class StateMovedError(StateError, FileNotFoundError):
+    """What lies at the path of a state directory is not what this process holds any more."""
+
+
+class StateFailedError(StateError, OSError):
+    """The device refused to sync, so that nothing of the open state can be relied on: open it again."""
 
 
 class StateClosedError(StateError, RuntimeError):

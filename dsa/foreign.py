@@ -8,9 +8,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from dsa.content import TableContent
 from dsa.init import FromArray
+from dsa.replacement import replace_tables, transformed
+from dsa.schema import Records
 from dsa.state import StateDirectory
-from dsa.table import Table, stamp_of
+from dsa.table import Table, fill_untouched, stamp_of
 
 __all__ = ["import_sparse_adam"]
 
@@ -20,6 +23,8 @@ _BLOCK_BYTES: Final = 4 << 20
 
 def import_sparse_adam(state: StateDirectory, tables: Sequence[Table], foreign: Any) -> None:  # noqa: ANN401 - unchecked input
     """Write the moments of a `torch.optim.SparseAdam` into tables, and its step into every row's counter.
+
+    All of it or nothing, whatever dies.
 
     Args:
         state: The state of the tables.
@@ -35,22 +40,21 @@ def import_sparse_adam(state: StateDirectory, tables: Sequence[Table], foreign: 
             f"{len(tables)}: pass the state of the same model"
         )
     entries = [_checked(foreign, index, table) for index, table in enumerate(tables)]
-    for table, (step, first, second) in zip(tables, entries, strict=True):
-        rows_per_block = max(1, _BLOCK_BYTES // table.backend.schema.dtype.itemsize)
-        for (start, m), (_, v) in zip(
-            first.blocks(rows_per_block), second.blocks(rows_per_block), strict=True
-        ):
-            rows = np.arange(start, start + len(m))
-            (memory,) = state.begin(state.progress(), [(table, rows)])
-            table.backend.read(rows, memory)
-            memory["m"], memory["v"], memory["t"] = m, v, step
-            memory["s"] = stamp_of(state.global_step)
-            state.commit()
-        progress = state.progress()
-        index = state.index(table)
-        steps = (*progress.steps[:index], step, *progress.steps[index + 1 :])
-        state.begin(replace(progress, steps=steps), [])
-        state.commit()
+    replace_tables(
+        state, [_with_moments(table, *entry) for table, entry in zip(tables, entries, strict=True)]
+    )
+
+
+def _with_moments(table: Table, step: int, first: FromArray, second: FromArray) -> TableContent:
+    def changed(start: int, records: Records) -> Records:
+        stop = start + len(records)
+        # What was never written has its first weight, which no rule draws any more once moments are there.
+        fill_untouched(table, np.arange(start, stop), records)
+        records["m"], records["v"] = first.rows_of(start, stop), second.rows_of(start, stop)
+        records["t"], records["s"] = step, stamp_of(0)
+        return records
+
+    return replace(transformed(table, changed), steps=step)
 
 
 def _checked(foreign: Any, index: int, table: Table) -> tuple[int, FromArray, FromArray]:  # noqa: ANN401

@@ -97,6 +97,10 @@ class FromArray:
             for start in range(0, self.rows, block_rows)
         )
 
+    def rows_of(self, start: int, stop: int) -> Weights:
+        """Return the rows ``[start, stop)``, as a block of `blocks`."""
+        return self._block(start, stop)[1]
+
     def _block(self, start: int, stop: int) -> tuple[int, Weights]:
         block = _read(self.array, start, stop)
         if block.shape != (stop - start, self.dim):

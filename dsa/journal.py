@@ -10,18 +10,24 @@ the checksum.
 
 The file is a ring of entries behind a header page. An entry::
 
-    begin     magic, sequence number, length, sizes of note and parts, checksum of these
+    begin     magic, sequence number, length, sizes of note and parts, kind of records, the note (bytes of
+              the caller's), checksum of these
     parts     per part: table, record size, count; then its rows (int64) and its records
-    note      bytes of the caller's
-    commit    magic, sequence number, checksum of rows, records and note
+    commit    magic, sequence number, checksum of rows and records
 
-Entries stay until they are released, and the last one always stays. The header page holds two slots, written
-in turn, that name the oldest entry kept and the last one known to be committed: damage to any of those is an
-error, while an invalid entry after them is one that was never committed.
+Entries stay until they are released, and the last one always stays, for its note. The header page holds two
+slots, written in turn, that name the oldest entry kept, the last one known to be committed, and the last one
+that the tables are known to hold. Damage to the records between these two is an error; an invalid entry after
+them is one that was never committed; those before them are not needed.
+
+A journal belongs to one life of one state, from an opening to the next, and is a file of its own. It is full
+of zeros and synced before anybody relies on it: on some file systems (ext4) an extent that was reserved and
+never written stays unreadable for ever when its first write fails, however often it is written again.
 
 Two policies. Not durable: nothing is synced; what a killed process wrote is in the page cache, and that is
 enough. Durable: an entry is synced before `commit` returns, and only then becomes "known to be committed", so
-that a loss of power in the middle of the sync is no damage.
+that a loss of power in the middle of the sync is no damage. A failed sync is raised and never tried again
+here: the system may have dropped what it could not write (`dsa.state` refuses to go on).
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from dsa import system
-from dsa.errors import StateCorruptError
+from dsa.errors import StateClosedError, StateCorruptError
 from dsa.journal_format import (
     BODY,
     IDENTITY_AT,
@@ -77,45 +83,43 @@ class Journal:
     Make one with `create` or `open`.
     """
 
-    def __init__(self, path: Path, file: int, size: int, durable: bool, hot: bool = False) -> None:
+    def __init__(self, path: Path, file: int, size: int, durable: bool, limit: int = 0) -> None:
         self._path = path
         self._file = file
         self._durable = durable
-        self._hot = hot
+        self._limit = limit
         self._mapping = mmap.mmap(file, size)
-        self._slot = Slot(0, 1, 0, 0)
+        self._slot = Slot(0, 1, 0, 0, 0)
         self._last_start = self._tail = 0
         self._draft: _Draft | None = None
-        self._sync_failed = False
         self.bytes_written = 0
 
     @classmethod
-    def create(cls, path: Path, identity: str, capacity: int, durable: bool, hot: bool) -> Journal:
-        """Make an empty journal in place of any file there.
+    def create(cls, path: Path, identity: str, capacity: int, durable: bool, limit: int = 0) -> Journal:
+        """Make an empty journal, durably but for its name.
 
         Args:
-            path: The file.
-            identity: The state that it belongs to.
-            capacity: Bytes of the ring to reserve; it grows when a step needs more.
+            path: The file, which must not exist.
+            identity: The life of the state that it belongs to.
+            capacity: Bytes of the ring at first; it grows when a step needs more.
             durable: Whether `commit` waits for the device.
-            hot: Return to the start of the ring as soon as it is free. When entries are released one by one
-                the same memory is then used again and again and stays in the cache; when many are kept it
-                would waste the ring.
+            limit: Bytes that the ring may grow to before entries have to be released. At 0 it returns to its
+                start as soon as that is free: when entries are released one by one, the same memory is then
+                used again and again and stays in the cache.
 
         Raises:
-            DiskSpaceError: there is not enough room.
+            DiskSpaceError: there is not enough room; nothing is left behind.
+            OSError: the device refused; likewise.
         """
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
         try:
             size = BODY + round_up(capacity)
-            system.reserve(file, size, str(path.parent))
-            journal = cls(path, file, size, durable, hot)
+            system.extend(file, size, str(path.parent))
+            journal = cls(path, file, size, durable, limit)
+            name = f"{identity}\n".encode()
             journal._mapping[: len(MAGIC)] = MAGIC
-            journal._mapping[IDENTITY_AT : IDENTITY_AT + len(identity)] = identity.encode()
-            journal._put_slot(journal._slot)
-            if durable:
-                journal._sync()
-                system.sync_directory(path.parent)
+            journal._mapping[IDENTITY_AT : IDENTITY_AT + len(name)] = name
+            journal._put_slot(journal._slot, sync=True)
         except BaseException:
             os.close(file)
             path.unlink(missing_ok=True)
@@ -174,7 +178,7 @@ class Journal:
         layout = layout_of(len(note), [(len(rows), dtype.itemsize) for _, rows, dtype in parts])
         start = self._find_room(layout.length)
         if start is None:
-            if self._slot.head_sequence < self._slot.last:
+            if self._slot.head_sequence < self._slot.last and not self._may_grow(layout.length):
                 return None
             start = self._tail
             self._grow(start + layout.length)
@@ -191,8 +195,7 @@ class Journal:
         """Make the entry begun last count: from here on the death of the process can't undo it.
 
         Raises:
-            OSError: the device refused to sync (durable policy). Calling again tries again; should the power
-                fail before that, the entry may or may not count.
+            OSError: the device refused to sync (durable policy). Whether the entry counts is not known.
         """
         draft = self._draft
         if draft is None:
@@ -207,19 +210,12 @@ class Journal:
         self._draft = None
 
     def _write(self, draft: _Draft) -> None:
-        start, stop = BODY + draft.start, BODY + draft.start + draft.length
-        encode_entry(self._mapping, start, draft.sequence, draft.note, draft.parts)
-        if not self._durable:
-            return
-        if self._sync_failed:
-            # The system may count the pages of a failed sync as clean: write them again.
-            self._mapping[start:stop] = self._mapping[start:stop]
-        self._sync_failed = True
-        self._sync()
-        self._sync_failed = False
+        encode_entry(self._mapping, BODY + draft.start, draft.sequence, draft.note, draft.parts)
+        if self._durable:
+            self.sync()
 
     def release(self) -> None:
-        """Let go of every entry but the last.
+        """Let go of every entry, of the last one but for its note.
 
         The tables must hold what those entries say, durably if that is the policy.
 
@@ -227,13 +223,19 @@ class Journal:
             OSError: the device refused to sync (durable policy); nothing is released.
         """
         before = self._slot
-        if before.head_sequence >= before.last:
-            return
-        self._put_slot(before._replace(head_sequence=before.last, head=self._last_start), self._durable)
+        if before.applied < before.last:
+            last = before.last
+            self._put_slot(
+                before._replace(head_sequence=last, head=self._last_start, applied=last), self._durable
+            )
 
     def sync(self) -> None:
-        """Return once the device holds the journal, whatever the policy."""
-        self._sync()
+        """Return once the device holds the journal, whatever the policy.
+
+        Raises:
+            OSError: the device refused.
+        """
+        system.sync_mapping(self._mapping, self._require_open())
 
     def entries(self) -> Iterator[Entry]:
         """Yield the committed entries in order, from the oldest kept.
@@ -258,18 +260,23 @@ class Journal:
     def close(self, remove: bool) -> None:
         """Release the file, and delete it when it is no longer needed."""
         self._draft = None
+        file, self._file = self._file, -1
+        if file < 0:
+            return
         # Some systems refuse to delete a mapped file; a view that someone still holds keeps the mapping, not
         # the name.
         with contextlib.suppress(BufferError):
             self._mapping.close()
-        os.close(self._file)
+        os.close(file)
         if remove:
             self._path.unlink(missing_ok=True)
 
     def _entry_at(self, place: int, sequence: int) -> tuple[Entry | None, int]:
         # An entry follows the one before it, or starts the ring again.
         for start in (place, 0):
-            entry = decode_entry(self._mapping, BODY + start, sequence)
+            entry = decode_entry(
+                self._mapping, BODY + start, sequence, applied=sequence <= self._slot.applied
+            )
             if entry is not None:
                 return entry, start
         return None, 0
@@ -278,25 +285,38 @@ class Journal:
         if self._slot.last < self._slot.head_sequence:
             return 0 if length <= self.capacity else None
         if self._tail > self._slot.head:
-            if self._hot and length <= self._slot.head:
+            if not self._limit and length <= self._slot.head:
                 return 0
             if length <= self.capacity - self._tail:
                 return self._tail
             return 0 if length <= self._slot.head else None
         return self._tail if length <= self._slot.head - self._tail else None
 
+    def _may_grow(self, length: int) -> bool:
+        # Only behind the last entry, and where no entry has returned to the start of the ring.
+        return self._tail > self._slot.head and self._tail + length <= self._limit
+
     def _grow(self, capacity: int) -> None:
-        # Half as much again, so that batches of slightly different sizes don't each cost a reservation.
-        size = BODY + round_up(capacity + capacity // 2)
-        system.reserve(self._file, size, str(self._path.parent))
+        # Half as much again, so that batches of slightly different sizes don't each cost a reservation; twice
+        # as much below the limit, so that it is reached in few steps.
+        wanted = max(capacity + capacity // 2, min(2 * self.capacity, self._limit))
+        size = BODY + round_up(wanted)
+        system.extend(self._require_open(), size, str(self._path.parent))
         self._mapping = mmap.mmap(self._file, size)
+
+    def _require_open(self) -> int:
+        if self._file < 0:
+            raise StateClosedError(
+                f"the journal {str(self._path)!r} was closed: open the state directory again"
+            )
+        return self._file
 
     def _put_slot(self, slot: Slot, sync: bool = False) -> None:
         # Adopted when it is in place: room that only it frees is then never used before.
         slot = slot._replace(number=self._slot.number + 1)
         write_slot(self._mapping, SLOTS_AT[slot.number % 2], slot)
         if sync:
-            self._sync()
+            self.sync()
         self._slot = slot
 
     def _read_header(self, identity: str) -> None:
@@ -305,12 +325,9 @@ class Journal:
         except ValueError as error:
             raise _corrupt(self._path, str(error)) from None
 
-    def _sync(self) -> None:
-        system.sync_mapping(self._mapping, self._file)
-
 
 def _corrupt(path: Path, what: str) -> StateCorruptError:
     return StateCorruptError(
-        f"the journal {str(path)!r} {what}, so that the last steps can't be told whole: restore the "
-        "directory from a copy, or pass resume=False to start over"
+        f"the journal {str(path)!r} {what}, so that the last step can't be told whole: restore the directory "
+        f"from a copy, or run `dsa repair {path.parent}`, which takes what is whole and says what is not"
     )

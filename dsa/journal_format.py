@@ -35,16 +35,17 @@ __all__ = [
     "write_slot",
 ]
 
-MAGIC: Final = b"dsa-journal-1\n"
+MAGIC: Final = b"dsa-journal-2\n"
 IDENTITY_AT: Final = 64
 SLOTS_AT: Final = (512, 1024)
 BODY: Final = system.PAGE
 """Bytes of the header page, behind which the ring begins."""
 
-_BEGIN: Final = struct.Struct("<8sQQIII")
+_BEGIN: Final = struct.Struct("<8sQQIIII")
 _PART: Final = struct.Struct("<IIQ")
 _COMMIT: Final = struct.Struct("<8sQQI")
-_SLOT: Final = struct.Struct("<QQQQI")
+_SLOT: Final = struct.Struct("<QQQQQI")
+_AFTER_IMAGES: Final = 0  # the only kind of records so far: what the rows are after the step
 _BEGIN_MAGIC: Final = b"dsabegin"
 _COMMIT_MAGIC: Final = b"dsacommt"
 _ALIGN: Final = 64
@@ -79,8 +80,8 @@ class Entry(NamedTuple):
 class Layout(NamedTuple):
     """Where the pieces of an entry lie, relative to its start."""
 
-    parts: list[tuple[int, int]]
     note: int
+    parts: list[tuple[int, int]]
     length: int
 
 
@@ -92,12 +93,14 @@ class Slot(NamedTuple):
         head_sequence: The oldest entry kept.
         head: Where it starts in the ring.
         last: The last entry known to be committed.
+        applied: The last entry that the tables are known to hold; its records are not needed any more.
     """
 
     number: int
     head_sequence: int
     head: int
     last: int
+    applied: int
 
 
 def round_up(size: int) -> int:
@@ -117,25 +120,25 @@ def layout_of(note_bytes: int, parts: Sequence[tuple[int, int]]) -> Layout:
         note_bytes: Size of the note.
         parts: Per part the number of rows and the size of a record.
     """
-    at = round_up(_BEGIN.size + _PART.size * len(parts))
+    note = _BEGIN.size + _PART.size * len(parts)
+    at = round_up(note + note_bytes)
     places = []
     for rows, record_bytes in parts:
         records_at = at + round_up(8 * rows)
         places.append((at, records_at))
         at = records_at + round_up(rows * record_bytes)
-    return Layout(places, at, at + round_up(note_bytes) + _ALIGN)
+    return Layout(note, places, at + _ALIGN)
 
 
 def encode_entry(memory: mmap.mmap, base: int, sequence: int, note: bytes, parts: Sequence[Part]) -> None:
     """Complete an entry whose rows and records are in place; its commit record is written last."""
     layout = layout_of(len(note), [(len(part.rows), part.records.dtype.itemsize) for part in parts])
-    memory[base + layout.note : base + layout.note + len(note)] = note
     head = b"".join(_PART.pack(part.table, part.records.dtype.itemsize, len(part.rows)) for part in parts)
-    begin = (_BEGIN_MAGIC, sequence, layout.length, len(note), len(parts))
-    checksum = zlib.crc32(_BEGIN.pack(*begin, 0) + head)
-    memory[base : base + _BEGIN.size + len(head)] = _BEGIN.pack(*begin, checksum) + head
+    begin = (_BEGIN_MAGIC, sequence, layout.length, len(note), len(parts), _AFTER_IMAGES)
+    checksum = zlib.crc32(_BEGIN.pack(*begin, 0) + head + note)
+    memory[base : base + layout.note + len(note)] = _BEGIN.pack(*begin, checksum) + head + note
     end = base + layout.length - _ALIGN
-    memory[end : end + _COMMIT.size] = _commit_record(sequence, note, parts)
+    memory[end : end + _COMMIT.size] = _commit_record(sequence, parts)
 
 
 def entry_length(head: bytes, sequence: int) -> int:
@@ -149,33 +152,40 @@ def entry_length(head: bytes, sequence: int) -> int:
     return int(length) if magic == _BEGIN_MAGIC and number == sequence else 0
 
 
-def decode_entry(memory: _Memory, base: int, sequence: int) -> Entry | None:
+def decode_entry(memory: _Memory, base: int, sequence: int, *, applied: bool = False) -> Entry | None:
     """Return the entry of a number at a place, or None when no committed one is there.
 
     Any bytes are safe to read.
+
+    Args:
+        memory: The journal, or a part of it.
+        base: Where the entry would begin.
+        sequence: Its number.
+        applied: The tables hold its records: should these be damaged, the entry is returned without them.
     """
     if base + _BEGIN.size > len(memory):
         return None
-    magic, number, length, note_bytes, count, checksum = _BEGIN.unpack_from(memory, base)
-    head_bytes = _BEGIN.size + _PART.size * count
+    magic, number, length, note_bytes, count, kind, checksum = _BEGIN.unpack_from(memory, base)
+    head_bytes = _BEGIN.size + _PART.size * count + note_bytes
     if magic != _BEGIN_MAGIC or number != sequence or not head_bytes <= length <= len(memory) - base:
         return None
     begin = memory[base : base + head_bytes]
     if zlib.crc32(begin[: _BEGIN.size - 4] + _NO_CHECKSUM + begin[_BEGIN.size :]) != checksum:
         return None
-    described = list(_PART.iter_unpack(begin[_BEGIN.size :]))
+    described = list(_PART.iter_unpack(begin[_BEGIN.size : head_bytes - note_bytes]))
     layout = layout_of(note_bytes, [(rows, size) for _, size, rows in described])
-    if layout.length != length:
+    if layout.length != length or kind != _AFTER_IMAGES:
         return None
     parts = [
         Part(table, view(memory, base + at, np.int64, rows), _raw(memory, base + records_at, rows, size))
         for (table, size, rows), (at, records_at) in zip(described, layout.parts, strict=True)
     ]
-    note = bytes(memory[base + layout.note : base + layout.note + note_bytes])
+    note = bytes(begin[head_bytes - note_bytes :])
     end = base + length - _ALIGN
-    if memory[end : end + _COMMIT.size] != _commit_record(sequence, note, parts):
+    whole = memory[end : end + _COMMIT.size] == _commit_record(sequence, parts)
+    if not whole and not applied:
         return None
-    return Entry(sequence, note, parts, base + length)
+    return Entry(sequence, note, parts if whole else [], base + length)
 
 
 def write_slot(memory: mmap.mmap, at: int, slot: Slot) -> None:
@@ -189,15 +199,16 @@ def read_header(memory: _Memory, identity: str) -> Slot:
 
     Args:
         memory: The journal, or its first `BODY` bytes.
-        identity: The state that it has to belong to.
+        identity: The life of the state that it has to belong to.
 
     Raises:
         ValueError: it is not a header of that state; the message goes on after "the journal".
     """
     if memory[: len(MAGIC)] != MAGIC:
         raise ValueError("was not written by dsa")
-    if memory[IDENTITY_AT : IDENTITY_AT + len(identity)] != identity.encode():
-        raise ValueError("belongs to another state")
+    name = f"{identity}\n".encode()
+    if memory[IDENTITY_AT : IDENTITY_AT + len(name)] != name:
+        raise ValueError("belongs to another state, or to another life of this one")
     slots = [slot for slot in (read_slot(memory, at) for at in SLOTS_AT) if slot is not None]
     if not slots:
         raise ValueError("has a damaged header")
@@ -212,8 +223,8 @@ def read_slot(memory: _Memory, at: int) -> Slot | None:
     return slot if slot.number > 0 and zlib.crc32(data[:-4] + _NO_CHECKSUM) == checksum else None
 
 
-def _commit_record(sequence: int, note: bytes, parts: Sequence[Part]) -> bytes:
-    state = zlib.crc32(note)
+def _commit_record(sequence: int, parts: Sequence[Part]) -> bytes:
+    state = 0
     for part in parts:
         state = hash_words(_words(part.rows), state)
         state = hash_words(_words(part.records), state)

@@ -1,11 +1,15 @@
 """The file that says what a state directory holds, and the names of the files beside it.
 
 ``dsa.json`` is JSON with a checksum over its content and is replaced as a whole, so that it is never half
-new. Its `status` tells how the directory was left:
+new. It names every file that belongs to the state, by generations of tables and by the journal of this life;
+what it does not name is left over from something that was interrupted, or was replaced. That makes its
+replacement the one switch of every change of the whole: creation, opening, import, another curvature.
 
-- ``"creating"``: tables are being made, or an older state is being replaced; nothing in it can be used.
+Its `status` tells how the directory was left:
+
+- ``"creating"``: a first state is being made; there is nothing in it yet.
 - ``"open"``: a process is training, or died doing so; then the journal knows more than this file.
-- ``"closed"``: it was closed properly.
+- ``"closed"``: it was closed properly, and everything is on the device.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ __all__ = [
     "FORMAT_VERSION",
     "METADATA_NAME",
     "Metadata",
+    "journal_files",
     "owned_files",
     "read_metadata",
     "table_file_name",
@@ -34,13 +39,14 @@ __all__ = [
 ]
 
 FORMAT: Final = "dsa-state"
-FORMAT_VERSION: Final = 3
-"""1 and 2 are the layouts of releases 0.2 and 0.3, which `dsa.migrate` reads."""
+FORMAT_VERSION: Final = 4
+"""1 and 2 are the layouts of releases 0.2 and 0.3, which `dsa.migrate` reads; 3 was never released."""
 
 METADATA_NAME: Final = "dsa.json"
 DURABILITIES: Final = ("process", "power", "none")
 _SUFFIXES: Final = {"memmap": ".dsa", "zarr": ".zarr"}
 _TABLE_NAME: Final = re.compile(r"[a-z0-9_-]{0,40}-[0-9a-f]{16}(\.[0-9]+)?\.(dsa|zarr)")
+_JOURNAL_NAME: Final = re.compile(r"dsa\.journal(\.[0-9]+)?")
 _STATUSES: Final = ("creating", "open", "closed")
 
 
@@ -54,22 +60,41 @@ class Metadata:
         identity: A random name of this state, which its journal repeats.
         global_step: Steps that the state has taken.
         tables: One JSON object per table, in the optimizer's order.
-        change: A whole-table change that is under way, or None.
         durability: The policy under which the directory was last opened.
         boot: The run of the operating system in which it was last opened.
         note: What a ``"creating"`` status is about, in words.
         exports: Checkpoints of this history: their content roots, and the step each was made at.
+        life: Counts the openings and the replacements of whole tables; each has a journal of its own.
+        journal: Whether this life has one.
+        durable_step: The last step that the device is known to hold.
+        files: What was opened: by name, the numbers that the file system gives the files (inodes). A copy has
+            others.
+        failed: What the device refused to sync, in words, or an empty string.
     """
 
     status: str
     identity: str
     global_step: int = 0
     tables: list[dict[str, Any]] = field(default_factory=list)
-    change: dict[str, Any] | None = None
     durability: str = "process"
     boot: str = ""
     note: str = ""
     exports: dict[str, int] = field(default_factory=dict)
+    life: int = 0
+    journal: bool = False
+    durable_step: int = 0
+    files: dict[str, int] = field(default_factory=dict)
+    failed: str = ""
+
+    @property
+    def journal_name(self) -> str:
+        """The file of this life's journal."""
+        return f"dsa.journal.{self.life}"
+
+    @property
+    def journal_identity(self) -> str:
+        """What the header of this life's journal repeats."""
+        return f"{self.identity} {self.life}"
 
 
 def table_file_name(name: str, generation: int = 0, kind: str = "memmap") -> str:
@@ -103,11 +128,22 @@ def owned_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if _TABLE_NAME.fullmatch(path.name))
 
 
-def write_metadata(directory: Path, metadata: Metadata) -> None:
-    """Replace ``dsa.json`` durably."""
+def journal_files(directory: Path) -> list[Path]:
+    """Return the journals in a directory, of whatever life."""
+    return sorted(path for path in directory.iterdir() if _JOURNAL_NAME.fullmatch(path.name))
+
+
+def write_metadata(directory: Path, metadata: Metadata, held: int | None = None) -> None:
+    """Replace ``dsa.json`` durably.
+
+    Args:
+        directory: The state directory.
+        metadata: The new content.
+        held: A descriptor of the directory, to write into it wherever it has been moved.
+    """
     content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(metadata)}
     document = {"content": content, "crc32": _checksum(content)}
-    write_atomically(directory / METADATA_NAME, json.dumps(document, indent=1).encode())
+    write_atomically(directory / METADATA_NAME, json.dumps(document, indent=1).encode(), held)
 
 
 def read_metadata(directory: Path) -> Metadata | None:
@@ -149,16 +185,24 @@ def _validated(path: Path, content: dict[str, Any]) -> Metadata:
             and isinstance(metadata.global_step, int)
             and metadata.global_step >= 0
             and all(_is_table(table) for table in metadata.tables)
-            and (metadata.change is None or isinstance(metadata.change, dict))
             and metadata.durability in DURABILITIES
-            and isinstance(metadata.exports, dict)
-            and all(isinstance(step, int) for step in metadata.exports.values())
+            and _are_numbers(metadata.exports)
+            and _are_numbers(metadata.files)
+            and isinstance(metadata.journal, bool)
+            and isinstance(metadata.failed, str)
+            and isinstance(metadata.life, int)
+            and metadata.life >= 0
+            and isinstance(metadata.durable_step, int)
         )
     except TypeError:
         good = False
     if not good:
         raise _corrupt(path, "lacks entries that every state has")
     return metadata
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, dict) and all(isinstance(value, int) for value in values.values())
 
 
 def _is_table(table: Any) -> bool:  # noqa: ANN401 - JSON is untyped until it has been checked here

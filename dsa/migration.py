@@ -1,6 +1,6 @@
 """Turning the directory of an older release into one of this, in place.
 
-The new tables are written beside the old files and become the state at one instant (see `dsa.installation`).
+The new tables are written beside the old files and become the state at one instant (see `dsa.replacement`).
 Then the old files are moved to a folder of their own: nothing is lost, and whoever has looked at the result
 removes it. Killed at any moment, the next opening with ``resume=True`` goes on.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from dsa.content import StateContent
-from dsa.creation import create_state
 from dsa.errors import StateWarning
-from dsa.installation import install_content
+from dsa.holding import HeldDirectory
 from dsa.legacy import find_legacy, legacy_files
 from dsa.notices import notify
+from dsa.replacement import write_content
 from dsa.storage import Storage
 from dsa.system import sync_directory
 
@@ -25,12 +25,11 @@ __all__ = ["SET_ASIDE", "migrate_in_place", "set_aside"]
 SET_ASIDE: Final = "before-migration"
 
 
-def migrate_in_place(path: Path, lock: int, storage: Storage, content: StateContent) -> None:
+def migrate_in_place(held: HeldDirectory, storage: Storage, content: StateContent) -> None:
     """Migrate a directory; afterwards it is a closed state of this release.
 
     Args:
-        path: The directory.
-        lock: A descriptor that holds its lock; it stays open.
+        held: The directory.
         storage: How to store the state.
         content: What the directory holds, as `dsa.legacy.read_legacy` returns it.
 
@@ -38,24 +37,16 @@ def migrate_in_place(path: Path, lock: int, storage: Storage, content: StateCont
         StateError: the old state can't be used; nothing has changed.
         DiskSpaceError: there is no room for both; nothing has changed.
     """
-    release = find_legacy(path)
-    own = os.dup(lock)
-    try:
-        state = create_state(path, own, [], storage)
-    except BaseException:
-        os.close(own)
-        raise
-    try:
-        install_content(state, content)
-    finally:
-        state.close()
+    release = find_legacy(held.path)
+    write_content(held, content, storage)
     kept = (
         "weights, moments and counters" if release == "0.3.0" else "weights; moments and counters start anew"
     )
     notify(
-        f"the state in {str(path)!r} was migrated from release {release}, keeping its {kept}", StateWarning
+        f"the state in {str(held.path)!r} was migrated from release {release}, keeping its {kept}",
+        StateWarning,
     )
-    set_aside(path)
+    set_aside(held.path)
 
 
 def set_aside(path: Path) -> None:

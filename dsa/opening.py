@@ -5,24 +5,25 @@ Every mismatch, and every partial, truncated or foreign file, is an error before
 
 from __future__ import annotations
 
-import contextlib
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from dsa import system
-from dsa.creation import JOURNAL_NAME, check_sources, create_state, require_space
+from dsa.creation import check_sources, create_state
 from dsa.errors import (
+    DiskSpaceError,
     StateCorruptError,
+    StateError,
     StateExistsError,
     StateIncompleteError,
-    StateLockedError,
     StateNotFoundError,
     StateWarning,
 )
+from dsa.holding import HeldDirectory
 from dsa.legacy import Curvatures, Shapes, find_legacy, read_legacy
-from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata, write_metadata
+from dsa.metadata import METADATA_NAME, Metadata, journal_files, owned_files, read_metadata
 from dsa.migration import migrate_in_place, set_aside
 from dsa.notices import notify
 from dsa.recovery import continue_state, match_content
@@ -32,8 +33,6 @@ from dsa.table_files import remove_table_file
 
 __all__ = ["migrate_directory", "open_state"]
 
-_LOCK_NAME: Final = "dsa.lock"
-
 
 def open_state(
     directory: str | os.PathLike[str],
@@ -42,7 +41,6 @@ def open_state(
     storage: Storage,
     *,
     exact: bool = True,
-    last_step: int | None = None,
 ) -> StateDirectory:
     """Open, continue or replace the state in a directory.
 
@@ -51,18 +49,17 @@ def open_state(
             left alone.
         specs: The tables asked for, in order.
         resume: None refuses to guess when there is state; True continues it; False replaces it, with a
-            warning.
+            warning, once the new one is whole.
         storage: Layout of new tables, and the durability from now on.
         exact: Refuse state that holds other tables than `specs`; otherwise those are opened too, and tables
             that are missing are left to `dsa.creation.add_table`.
-        last_step: Recover steps of the journal up to this one only.
 
     Raises:
         StateExistsError: there is state and `resume` is None.
         StateNotFoundError: there is none and `resume` is True.
         StateMismatchError: the stored tables differ from `specs`.
         StateCorruptError: a file is damaged, truncated, extended, missing or foreign.
-        StateIncompleteError: a creation was interrupted, or a whole-table change without a journal.
+        StateIncompleteError: the creation of the state was interrupted, and `resume` is True.
         StateLockedError: another process holds the directory.
         DiskSpaceError: there is not enough room for new tables.
     """
@@ -73,27 +70,30 @@ def open_state(
         raise _nothing_to_resume(path)
     _refuse_checkpoint(path)
     path.mkdir(parents=True, exist_ok=True)
-    lock = _take_lock(path)
+    held = HeldDirectory.take(path)
     try:
         if resume is False:
-            return _replace(path, lock, specs, storage)
+            return _replace(held, specs, storage)
         if resume:
-            _migrate(path, lock, specs, storage)
+            _migrate(held, specs, storage)
         stored = read_metadata(path)
         _refuse_leftovers(path, stored)
-        if stored is None:
+        if stored is None or stored.status == "creating":
             if resume:
-                raise _nothing_to_resume(path)
-            return create_state(path, lock, specs, storage)
-        _refuse_unfinished(path, stored)
+                raise _nothing_to_resume(path, stored)
+            return create_state(held, specs, storage, _fresh_metadata())
         if resume is None:
             raise StateExistsError(
                 f"{_summary(path, stored)}: pass resume=True to continue it or resume=False to start over"
             )
-        return continue_state(path, lock, specs, stored, storage, exact=exact, last_step=last_step)
+        return continue_state(held, specs, stored, storage, exact=exact)
     except BaseException:
-        os.close(lock)
+        held.release()
         raise
+
+
+def _fresh_metadata() -> Metadata:
+    return Metadata("open", secrets.token_hex(8))
 
 
 def _refuse_checkpoint(path: Path) -> None:
@@ -104,30 +104,15 @@ def _refuse_checkpoint(path: Path) -> None:
         )
 
 
-def _nothing_to_resume(path: Path) -> StateNotFoundError:
+def _nothing_to_resume(path: Path, stored: Metadata | None = None) -> StateError:
+    if stored is not None:
+        return StateIncompleteError(
+            f"the creation of the state in {str(path)!r} was interrupted ({stored.note}): there is nothing "
+            "in it to continue; leave resume out to make it again"
+        )
     return StateNotFoundError(
         f"there is no state to resume in {str(path)!r}: pass resume=None to start there, or correct the path"
     )
-
-
-def _take_lock(path: Path) -> int:
-    lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    if not system.lock_file(lock):
-        holder = os.read(lock, 32).decode("ascii", "replace").strip()
-        os.close(lock)
-        who = "this very process" if holder == str(os.getpid()) else f"process {holder or 'unknown'}"
-        raise StateLockedError(
-            f"the state directory {str(path)!r} is in use by {who}: close the optimizer that holds it, end "
-            "that process, or choose another directory"
-        )
-    try:
-        with contextlib.suppress(OSError):  # a hint for people, which a full disk may refuse
-            os.ftruncate(lock, 0)
-            os.write(lock, f"{os.getpid()}\n".encode())
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
 
 
 def _refuse_leftovers(path: Path, stored: Metadata | None) -> None:
@@ -170,16 +155,17 @@ def migrate_directory(
         raise StateNotFoundError(
             f"there is no state of an older release in {str(path)!r}: pass its directory"
         )
-    lock = _take_lock(path)
+    held = HeldDirectory.take(path)
     try:
         if not _set_aside_if_migrated(path):
-            migrate_in_place(path, lock, storage, read_legacy(path, shapes, k=k))
+            migrate_in_place(held, storage, read_legacy(path, shapes, k=k))
     finally:
-        os.close(lock)
+        held.release()
 
 
-def _migrate(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage) -> None:
+def _migrate(held: HeldDirectory, specs: Sequence[TableSpec], storage: Storage) -> None:
     """Bring state of an older release, if there is some, into the form of this one."""
+    path = held.path
     if find_legacy(path) is None or _set_aside_if_migrated(path):
         return
     shapes = {spec.name: (spec.source.rows, spec.schema.dim) for spec in specs}
@@ -188,7 +174,7 @@ def _migrate(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage
         for spec in specs:
             if spec.name == table.name:
                 match_content(table, spec)
-    migrate_in_place(path, lock, storage, content)
+    migrate_in_place(held, storage, content)
 
 
 def _set_aside_if_migrated(path: Path) -> bool:
@@ -198,20 +184,6 @@ def _set_aside_if_migrated(path: Path) -> bool:
         return False
     set_aside(path)
     return True
-
-
-def _refuse_unfinished(path: Path, stored: Metadata) -> None:
-    if stored.status == "creating":
-        raise StateIncompleteError(
-            f"the creation of the state in {str(path)!r} was interrupted ({stored.note}): nothing in it can "
-            "be used; pass resume=False to start over"
-        )
-    if stored.status == "open" and stored.change is not None and stored.durability == "none":
-        raise StateIncompleteError(
-            f"a change of the whole state in {str(path)!r} was interrupted ({stored.change}) and there is no "
-            "journal to finish it by: some rows have it and others do not; restore the directory from a "
-            "copy, or pass resume=False to start over"
-        )
 
 
 def _summary(path: Path, stored: Metadata) -> str:
@@ -226,24 +198,20 @@ def _shape(table: dict[str, Any]) -> str:
     return f"{backend.get('rows')} x {backend.get('schema', {}).get('dim')}"
 
 
-def _replace(path: Path, lock: int, specs: Sequence[TableSpec], storage: Storage) -> StateDirectory:
+def _replace(held: HeldDirectory, specs: Sequence[TableSpec], storage: Storage) -> StateDirectory:
+    path = held.path
     if find_legacy(path) is not None:
         set_aside(path)
-    files = owned_files(path)
-    if not files and not (path / METADATA_NAME).exists():
-        return create_state(path, lock, specs, storage)
+    old = [*owned_files(path), *journal_files(path)]
+    if not old and not (path / METADATA_NAME).exists():
+        return create_state(held, specs, storage, _fresh_metadata())
     check_sources(path, specs, storage)
-    require_space(path, specs, storage, freed=sum(_occupied(file) for file in files))
     notify(f"resume=False replaces the state in {str(path)!r}: what it held is lost", StateWarning)
-    write_metadata(path, Metadata("creating", "", note="replacing an older state, which is lost"))
-    for file in files:
+    try:
+        state = create_state(held, specs, storage, _fresh_metadata())
+    except DiskSpaceError as error:
+        remedy = "or remove the directory first: the old state is there until the new one is whole"
+        raise DiskSpaceError(error.needed, error.available, str(path), remedy) from error
+    for file in old:
         remove_table_file(file)
-    (path / JOURNAL_NAME).unlink(missing_ok=True)
-    return create_state(path, lock, specs, storage)
-
-
-def _occupied(file: Path) -> int:
-    if file.is_dir():
-        return sum(_occupied(each) for each in file.rglob("*") if each.is_file())
-    status = file.stat()
-    return int(getattr(status, "st_blocks", -(-status.st_size // 512))) * 512
+    return state

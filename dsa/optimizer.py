@@ -40,6 +40,7 @@ from dsa.kernels.threads import thread_limit
 from dsa.opening import open_state
 from dsa.portable import Portable
 from dsa.prefetch import Prefetcher
+from dsa.replacement import change_curvature
 from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
 from dsa.storage import Durability, Layout, Queue, StorageChoice
@@ -221,11 +222,12 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
             options = self._options()
             batches = [self._batch(name, *pair) for name, pair in checked_updates(updates)]
             if current_k is not None:
-                for table, k in wanted_curvatures(state.tables, current_k, name=None):
-                    maintenance.change_curvature(state, table, k, "clip", reset_moments=False)
+                change_curvature(
+                    state, wanted_curvatures(state.tables, current_k, name=None), "clip", reset_moments=False
+                )
             parts = [(table, rows) for table, rows, _ in batches]
             progress = state.progress().after_step([state.index(table) for table, _ in parts])
-            memory = state.begin(progress, parts)
+            memory = state.prepare(progress, parts)
             reports = [
                 compute_update(table, rows, grad, options, records, stamp_of(progress.global_step))
                 for (table, rows, grad), records in zip(batches, memory, strict=True)
@@ -318,9 +320,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         if map not in ("clip", "log0"):
             raise ValueError(f"map={map!r} is not known: use 'clip' or 'log0'")
         with self._ready() as state:
-            wanted = wanted_curvatures(state.tables, k, name)
-            for table, value in wanted:
-                maintenance.change_curvature(state, table, value, map, reset_moments)
+            change_curvature(state, wanted_curvatures(state.tables, k, name), map, reset_moments)
 
     def reproject_all(self, name: str | None = None) -> int:
         """Scan whole tables: bring rows back into the ball and reset rows that hold implausible values. O(N).
@@ -409,7 +409,6 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         self._state.require_open()
         with self._state.exclusive, thread_limit(torch.get_num_threads()):
             self._state.settle()
-            maintenance.finish_change(self._state)
             yield self._state
 
     def _options(self) -> AdamOptions:

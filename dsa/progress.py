@@ -1,14 +1,13 @@
-"""The small part of a state that changes with every step: what a journal entry carries beside rows."""
+"""What a step changes beside rows: the counts of steps, carried by its journal entry."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 from dsa.errors import StateCorruptError
-from dsa.manifolds import curvature_from_json
 from dsa.table import Table
 
 __all__ = ["Progress", "progress_of"]
@@ -17,25 +16,20 @@ __all__ = ["Progress", "progress_of"]
 @final
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Counts, curvatures and a pending change.
+    """Counts of steps.
 
     Args:
         global_step: Steps that the state has taken.
         steps: Per table, the steps in which it took part.
-        curvatures: Per table, its curvature magnitude.
-        change: A whole-table change that is under way, as plain JSON with the row up to which it is done, or
-            None.
 
     Example:
-        >>> progress = Progress(7, (7, 3), (0.0, 1.0), None)
-        >>> Progress.from_bytes(progress.to_bytes(), tables=2) == progress
+        >>> progress = Progress(7, (7, 3))
+        >>> Progress.from_bytes(progress.to_bytes(), stored=(0, 0)) == progress
         True
     """
 
     global_step: int
     steps: tuple[int, ...]
-    curvatures: tuple[float, ...]
-    change: dict[str, Any] | None
 
     def after_step(self, took_part: Sequence[int]) -> Progress:
         """Return the progress after one more step of the tables at these positions."""
@@ -44,43 +38,38 @@ class Progress:
             steps[index] += 1
         return replace(self, global_step=self.global_step + 1, steps=tuple(steps))
 
-    def with_change(self, change: dict[str, Any] | None) -> Progress:
-        """Return the progress with another pending change."""
-        return replace(self, change=change)
-
-    def with_curvature(self, index: int, k: float) -> Progress:
-        """Return the progress with another curvature of the table at a position."""
-        curvatures = (*self.curvatures[:index], k, *self.curvatures[index + 1 :])
-        return replace(self, curvatures=curvatures)
-
     def to_bytes(self) -> bytes:
-        """Return the form that a journal entry carries."""
-        return json.dumps([self.global_step, self.steps, self.curvatures, self.change]).encode()
+        """Return the form that a journal entry carries: JSON, each effect of the step by its name."""
+        return json.dumps({"global_step": self.global_step, "steps": self.steps}).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes, tables: int) -> Progress:
-        """Rebuild what `to_bytes` has written, for so many tables or, before some were added, for fewer.
+    def from_bytes(cls, data: bytes, stored: Sequence[int]) -> Progress:
+        """Rebuild what `to_bytes` has written.
+
+        Args:
+            data: The note of a journal entry.
+            stored: Per table, the steps that the description tells: a table that was added after the entry is
+                not in it.
 
         Raises:
             StateCorruptError: the data is not that.
         """
         try:
-            step, steps, curvatures, change = json.loads(data)
-            good = len(steps) == len(curvatures) <= tables and (change is None or isinstance(change, dict))
-            counts = (int(step), *map(int, steps))
-        except (ValueError, TypeError) as error:
+            effects = json.loads(data)
+            known = set(effects) == {"global_step", "steps"} and len(effects["steps"]) <= len(stored)
+            counts = (int(effects["global_step"]), *map(int, effects["steps"]))
+        except (ValueError, TypeError, KeyError) as error:
             raise StateCorruptError(
                 f"a journal entry's note can't be read ({error}): restore the directory from a copy"
             ) from error
-        if not good or min(counts) < 0:
+        if not known or min(counts) < 0:
             raise StateCorruptError(
-                f"a journal entry's note {data!r} does not fit a state of {tables} tables: restore the "
+                f"a journal entry's note {data!r} does not fit a state of {len(stored)} tables: restore the "
                 "directory from a copy"
             )
-        return cls(counts[0], counts[1:], tuple(map(curvature_from_json, curvatures)), change)
+        return cls(counts[0], (*counts[1:], *map(int, stored[len(counts) - 1 :])))
 
 
-def progress_of(tables: Sequence[Table], global_step: int, change: dict[str, Any] | None) -> Progress:
+def progress_of(tables: Sequence[Table], global_step: int) -> Progress:
     """Return the progress that open tables stand at."""
-    steps = tuple(table.steps for table in tables)
-    return Progress(global_step, steps, tuple(table.k for table in tables), change)
+    return Progress(global_step, tuple(table.steps for table in tables))

@@ -1,4 +1,15 @@
-"""Opening the files of an existing state: matching what is asked for, and recovery from the journal."""
+"""Opening the files of an existing state: matching what is asked for, and recovery to the last whole step.
+
+How a state that was not closed is recovered depends on what its process could promise:
+
+- The process died, or power was lost under ``"power"``: the journal is replayed, and the state is whole.
+- Power was lost, or may have been, under ``"process"``: journal and tables are what the device happens to
+  hold. Of the journal's rows those are taken that are newer than the tables'; torn records are known by their
+  checksums, and how much may be missing by the stamps of the rest. That is told, never guessed.
+- Without a journal the last step may be torn. That is told, too.
+- The device has refused to sync: the tables are made anew, since their files can't be relied on.
+- A copy of a directory that was open is refused: its files are of different moments.
+"""
 
 from __future__ import annotations
 
@@ -6,52 +17,73 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dsa import system
 from dsa.content import TableContent
-from dsa.creation import JOURNAL_NAME, start
+from dsa.creation import make_table_of, start
 from dsa.errors import StateCorruptError, StateMismatchError, StateWarning
+from dsa.holding import HeldDirectory, file_numbers
 from dsa.init import from_json
 from dsa.journal import Journal
+from dsa.journal_format import Entry
 from dsa.manifolds import curvature_from_json
-from dsa.metadata import METADATA_NAME, Metadata, write_metadata
+from dsa.metadata import METADATA_NAME, Metadata
 from dsa.notices import notify
 from dsa.progress import Progress
-from dsa.schema import Schema
-from dsa.state import StateDirectory, apply_entry
+from dsa.schema import Rows, Schema
+from dsa.state import StateDirectory
 from dsa.storage import Storage, TableSpec
-from dsa.table import Table
-from dsa.table_files import drain_backend, match_kind, match_layout, open_backend, stored_layout, sweep
+from dsa.table import Table, content_of, implausible_rows
+from dsa.table_files import drain_backend, match_kind, match_layout, open_backend, stored_layout
 
-__all__ = ["continue_state", "match_content", "match_table", "warn_of_curvature"]
+__all__ = [
+    "Loss",
+    "continue_state",
+    "is_copy",
+    "match_content",
+    "match_table",
+    "open_tables",
+    "replay",
+    "survey",
+    "warn_of_curvature",
+]
+
+
+class Loss(NamedTuple):
+    """What is known to be wrong with a table after a loss of power.
+
+    Args:
+        torn: Rows whose records are not as they were written: no step can use them.
+        newest: The newest stamp of the others, one more than the step that wrote it.
+        unsure: How many of these were written after the last step that the device is known to hold.
+    """
+
+    torn: Rows
+    newest: int
+    unsure: int
 
 
 def continue_state(
-    path: Path,
-    lock: int,
-    specs: Sequence[TableSpec],
-    stored: Metadata,
-    storage: Storage,
-    *,
-    exact: bool,
-    last_step: int | None,
+    held: HeldDirectory, specs: Sequence[TableSpec], stored: Metadata, storage: Storage, *, exact: bool
 ) -> StateDirectory:
     """Open the tables of a stored state, recovered to the last committed step.
 
     Args:
-        path: The directory.
-        lock: The descriptor that holds its lock.
+        held: The directory.
         specs: The tables asked for.
         stored: The description of the state.
         storage: How to go on.
         exact: Refuse a state that holds other tables than those asked for.
-        last_step: Recover steps up to this one only.
 
     Raises:
         StateMismatchError: the stored tables differ from `specs`.
-        StateCorruptError: a file is damaged, truncated, extended, missing or foreign.
+        StateCorruptError: a file is damaged, truncated, extended, missing or foreign, or the directory is a
+            copy that was made while it was open.
     """
+    path = held.path
     by_name = {str(table.get("name")): table for table in stored.tables}
     if exact:
         _match_names(path, specs, by_name)
@@ -62,29 +94,62 @@ def continue_state(
         match_kind(name, description["backend"], storage.backend)
     if storage.backend is None and stored.tables:
         storage = replace(storage, backend=stored_layout(stored.tables[0]))
+    if stored.status == "open" and is_copy(path, stored):
+        raise StateCorruptError(
+            f"{str(path)!r} is a copy that was made while a process had the state open, so that its files "
+            "are of different moments: copy it when it is closed, or export a checkpoint from the process "
+            f"that trains; `dsa repair {path}` takes what is whole of this one and says what is not"
+        )
     with contextlib.ExitStack() as opened:
-        tables: list[Table] = []
-        for name, description in by_name.items():
-            tables.append(_open_table(path, name, description, storage))
-            opened.callback(tables[-1].backend.close)
+        tables = open_tables(path, stored, storage)
+        for table in tables:
+            opened.callback(_close, table)
         if stored.status == "open":
-            _recover(path, stored, tables, last_step)
-            if storage.durability == "power" and stored.durability != "power":
-                # What the process before this one has written may be in the page cache only.
-                _flush(tables)
+            _recover(path, stored, tables)
+        if stored.failed:
+            _make_anew(path, tables, storage)
+        elif stored.status == "open" and "power" in (stored.durability, storage.durability):
+            # The journal goes, and what the process before this one has written may be in the page cache
+            # only. r table in tables:
+            table.backend.flush()
         for spec in specs:
             for table in tables:
                 if table.name == spec.name:
-                    warn_of_curvature(table, spec, stored.change)
-        sweep(path, [(table.name, table.generation) for table in tables])
-        state = start(path, lock, stored, tables, storage)
+                    warn_of_curvature(table, spec)
+        state = start(held, stored, tables, storage)
         opened.pop_all()
     return state
 
 
-def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: int | None) -> None:
-    """Bring tables and metadata of a directory that was not closed to its last committed step, durably."""
-    if stored.durability == "none":
+def _close(table: Table) -> None:
+    table.backend.close()
+
+
+def open_tables(path: Path, stored: Metadata, storage: Storage) -> list[Table]:
+    """Open the files of all tables.
+
+    Raises:
+        StateCorruptError: one is damaged, truncated, extended, missing or foreign; none stays open.
+    """
+    with contextlib.ExitStack() as opened:
+        tables: list[Table] = []
+        for description in stored.tables:
+            tables.append(_open_table(path, str(description["name"]), description, storage))
+            opened.callback(tables[-1].backend.close)
+        opened.pop_all()
+    return tables
+
+
+def is_copy(path: Path, stored: Metadata) -> bool:
+    """Tell whether the files in a directory are other ones than those that a process had open."""
+    found = file_numbers(path, [name for name in stored.files if name != "."])
+    return any(found.get(name, number) != number for name, number in stored.files.items())
+
+
+def _recover(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
+    """Bring tables and description of a directory that was not closed to where they can go on."""
+    restarted = stored.boot != system.boot_identity()
+    if not stored.journal:
         stored.exports = {}
         notify(
             f"the state in {str(path)!r} was not closed and has no journal (durability='none'): the rows of "
@@ -92,63 +157,121 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table], last_step: i
             f"{stored.global_step}",
             StateWarning,
         )
-        return
-    restarted = stored.durability == "process" and stored.boot != system.boot_identity()
-    if restarted:
+    elif restarted and stored.durability == "process":
+        _salvage(path, stored, tables)
+    else:
+        replay(path, stored, tables)
+        # What was exported at a later step is not of this history any more.
+        stored.exports = {root: at for root, at in stored.exports.items() if at <= stored.global_step}
+    if stored.failed and stored.durability != "power":
         stored.exports = {}
         notify(
-            f"the machine was restarted while the state in {str(path)!r} was open: with durability='process' "
-            "that may have lost or torn steps; durability='power' survives it",
+            f"the device refused to keep the state in {str(path)!r} ({stored.failed}): rows that were "
+            f"written after step {stored.durable_step} may have gone back to what they were then; its "
+            "files are made anew: import a checkpoint if that will not do",
             StateWarning,
         )
-    try:
-        _replay_file(path, stored, tables, last_step)
-    except StateCorruptError as error:
-        # Nobody synced the journal. Without it a change of a whole table can't be finished, a step can.
-        if not restarted or stored.change is not None:
-            raise
-        notify(
-            f"{error}; the restart has left the tables as they are on disk, at about step "
-            f"{stored.global_step}: go on if that will do, or import a checkpoint",
-            StateWarning,
-        )
-    if stored.durability == "power":
-        _flush(tables)
-    # What was exported at a later step is not of this history any more.
-    stored.exports = {root: at for root, at in stored.exports.items() if at <= stored.global_step}
-    # From here on the tables and the description say it all, and a new journal may take the old one's place.
-    stored.status = "closed"
-    write_metadata(path, stored)
 
 
-def _replay_file(path: Path, stored: Metadata, tables: Sequence[Table], last_step: int | None) -> None:
-    journal = Journal.open(path / JOURNAL_NAME, stored.identity, durable=False)
+def replay(path: Path, stored: Metadata, tables: Sequence[Table], *, by_stamp: bool = False) -> None:
+    """Write what the journal says to the tables, and bring the description to the last step in it.
+
+    Args:
+        path: The state directory.
+        stored: Its description, brought up to date.
+        tables: The open tables.
+        by_stamp: Leave rows alone that the tables hold of a later step: the journal on disk may be an old
+        one.
+
+    Raises:
+        StateCorruptError: the journal is missing, damaged, another one's, or does not fit the tables.
+        DiskSpaceError: there is no room for rows in a sparse file.
+    """
+    journal = Journal.open(path / stored.journal_name, stored.journal_identity, durable=False)
     try:
-        _replay(journal, stored, tables, last_step)
+        for entry in journal.entries():
+            progress = Progress.from_bytes(entry.note, [table.steps for table in tables])
+            _apply(tables, entry, by_stamp)
+            if by_stamp and progress.global_step < stored.global_step:
+                continue
+            stored.global_step = progress.global_step
+            for table, steps in zip(tables, progress.steps, strict=True):
+                table.steps = steps
         for table in tables:
             drain_backend(table.backend)
     finally:
         journal.close(remove=False)
 
 
-def _flush(tables: Sequence[Table]) -> None:
+def _apply(tables: Sequence[Table], entry: Entry, by_stamp: bool) -> None:
+    """Write a journal entry's rows to the tables; doing so again changes nothing."""
+    for index, rows, raw in entry.parts:
+        backend = tables[index].backend if index < len(tables) else None
+        if backend is None or raw.shape[1] != backend.schema.dtype.itemsize:
+            raise StateCorruptError(
+                f"entry {entry.sequence} of the journal does not fit the state's tables: restore the "
+                "directory from a copy"
+            )
+        if len(rows) and not (rows[0] >= 0 and rows[-1] < len(backend)):
+            raise StateCorruptError(
+                f"entry {entry.sequence} of the journal names rows outside table {index}: restore the "
+                "directory from a copy"
+            )
+        records = np.ascontiguousarray(raw).view(backend.schema.dtype)[:, 0]
+        if by_stamp:
+            older = np.flatnonzero(backend.read(rows)["s"] <= records["s"])
+            rows, records = np.ascontiguousarray(rows[older]), np.ascontiguousarray(records[older])
+        backend.reserve(rows)
+        backend.write(rows, records)
+
+
+def _salvage(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
+    """Take what a loss of power under ``"process"`` has left, and say what is missing."""
+    stored.exports = {}
+    try:
+        replay(path, stored, tables, by_stamp=True)
+        journal = ""
+    except StateCorruptError:
+        journal = ", and the journal is not whole either"
+    losses = [survey(table, stored.durable_step) for table in tables]
+    newest = max((loss.newest - 1 for loss in losses), default=0)
+    stored.global_step = max(stored.global_step, newest)
+    torn, unsure = sum(len(loss.torn) for loss in losses), sum(loss.unsure for loss in losses)
+    advice = f": `dsa repair {path}` lists and resets them" if torn else ""
+    notify(
+        f"the machine was restarted while the state in {str(path)!r} was open, with durability='process', "
+        f"which may have lost or torn steps{journal}: it is whole up to step {stored.durable_step}; of the "
+        f"steps up to {stored.global_step} {unsure:,} rows are there, others may be missing; {torn:,} rows "
+        f"are torn and can't be used{advice}; import a checkpoint if that will not do, and see "
+        "durability='power'",
+        StateWarning,
+    )
+
+
+def survey(table: Table, durable_step: int) -> Loss:
+    """Read a whole table for what a loss of power has left of it.
+
+    Args:
+        table: The table.
+        durable_step: The last step that the device is known to hold.
+    """
+    torn: list[Rows] = []
+    newest = unsure = 0
+    for first, records in table.backend.scan(0, len(table)):
+        stamps = records["s"]
+        torn.append(first + np.flatnonzero(implausible_rows(records)))
+        newest = max(newest, int(stamps.max()))
+        unsure += int((stamps > durable_step).sum())
+    return Loss(np.concatenate(torn), newest, unsure)
+
+
+def _make_anew(path: Path, tables: Sequence[Table], storage: Storage) -> None:
+    """Copy each table to a file of its own, whose blocks the device has not refused."""
     for table in tables:
-        table.backend.flush()
-
-
-def _replay(journal: Journal, stored: Metadata, tables: Sequence[Table], last_step: int | None) -> None:
-    for entry in journal.entries():
-        progress = Progress.from_bytes(entry.note, len(tables))
-        if last_step is not None and progress.global_step > last_step:
-            break
-        apply_entry(tables, entry)
-        stored.global_step, stored.change = progress.global_step, progress.change
-        # A table that was added later is not in the entry.
-        for table, steps, k in zip(tables, progress.steps, progress.curvatures, strict=False):
-            table.steps, table.k = steps, k
-    stored.tables = [
-        {**old, "k": t.k, "steps": t.steps} for old, t in zip(stored.tables, tables, strict=True)
-    ]
+        old = table.backend
+        table.take_over(make_table_of(path, content_of(table), storage))
+        with contextlib.suppress(OSError):
+            old.close()
 
 
 def _match_names(path: Path, specs: Sequence[TableSpec], by_name: dict[str, dict[str, Any]]) -> None:
@@ -186,14 +309,11 @@ def _open_table(path: Path, name: str, stored: dict[str, Any], storage: Storage)
         ) from error
 
 
-def warn_of_curvature(table: Table, spec: TableSpec, change: dict[str, Any] | None = None) -> None:
+def warn_of_curvature(table: Table, spec: TableSpec) -> None:
     """Warn when the curvature asked for is not the stored one, which is kept."""
-    stored = table.k
-    if change is not None and change.get("table") == table.name:
-        stored = change.get("k", stored)  # an interrupted set_curvature is finished at the first use
-    if stored != spec.k:
+    if table.k != spec.k:
         notify(
-            f"table {table.name!r} was stored with k={stored!r}, which is kept; the k={spec.k!r} asked for "
+            f"table {table.name!r} was stored with k={table.k!r}, which is kept; the k={spec.k!r} asked for "
             f"is ignored: call set_curvature({spec.k!r}) to change it",
             StateWarning,
         )

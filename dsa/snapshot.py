@@ -9,7 +9,7 @@ up.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self, final
@@ -116,6 +116,7 @@ class Snapshot:
         self._held = 0
         self._closed = self._entered = False
         self._gone = ""
+        self._let_go: list[Callable[[], None]] = []
         self.replacements = state.replacements
         # Taken by with statements only: a signal can't be handled between that and the block.
         self._lock = threading.RLock()
@@ -134,7 +135,7 @@ class Snapshot:
 
     def before_write(self, table: Table, rows: Rows) -> None:
         """Copy the rows that are not read yet, before they change."""
-        frozen = next((each for each in self._tables if each.name == table.name), None)
+        frozen = self._frozen(table)
         if frozen is None:
             return  # made after the snapshot
         with self._lock:
@@ -152,18 +153,35 @@ class Snapshot:
                     part.keep(missing, records)
                     self._held += records.nbytes
 
-    def before_replacement(self) -> None:
+    def takes_over(self, table: Table, let_go: Callable[[], None]) -> bool:
+        """Keep the files of a table that is being replaced until they are read."""
+        with self._lock:
+            if self._closed or self._frozen(table) is None:
+                return False
+            if table.held is not None:
+                self._give_up("an import has replaced the state meanwhile")  # its weights in memory, too
+                return False
+            self._let_go.append(let_go)
+            return True
+
+    def before_close(self) -> None:
         """End the reading: the tables go."""
         with self._lock:
-            self._give_up("an import has replaced the state meanwhile")
+            self._give_up("the state was closed meanwhile")
 
     def close(self) -> None:
         """Let training go on unobserved; closing twice is silent."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
+            while self._let_go:
+                self._let_go.pop()()
         if self in self._state.observers:
             self._state.observers.remove(self)
+
+    def _frozen(self, table: Table) -> Table | None:
+        """Return the table that the snapshot reads, if it is this one and was not replaced since."""
+        return next((each for each in self._tables if each.backend is table.backend), None)
 
     def __enter__(self) -> Self:
         self._entered = True

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, NamedTuple, NoReturn, Self, final, overload
 
 import numpy as np
 import torch
 
-from dsa import maintenance
 from dsa.arguments import (
     DEFAULT_BACKEND,
     ParamGroups,
@@ -37,7 +37,7 @@ from dsa.reference import check_reference, merged_groups, reference_to
 from dsa.registration import Registry, require_ball
 from dsa.resident import put_rows, take_rows
 from dsa.schema import Rows
-from dsa.state import StateDirectory
+from dsa.state import Effect, StateDirectory
 from dsa.statistics import Counters, statistics
 from dsa.storage import Durability, Layout, Queue, StorageChoice
 from dsa.table import Table, stamp_of
@@ -339,7 +339,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         with self._ready() as state:
             parts = [self._part(*each) for each in grads]
             progress = state.progress().after_step([state.index(part.table) for part in parts])
-            memory = state.begin(progress, [(part.table, part.rows) for part in parts])
+            memory = state.prepare(progress, [(part.table, part.rows) for part in parts])
             reports = [
                 compute_update(
                     part.table,
@@ -352,12 +352,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
                 )
                 for part, records in zip(parts, memory, strict=True)
             ]
-            try:
-                state.commit()
-            finally:
-                # One that was interrupted is completed by the next call, so that it counts too.
-                if not state.is_settled or state.global_step == progress.global_step:
-                    _put_weights(parts)
+            state.commit([effect for part in parts for effect in _weights_of(part)])
             for part, report in zip(parts, reports, strict=True):
                 self._prefetcher.note_use(part.table, part.rows)
                 self._counters.note(report)
@@ -392,7 +387,6 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         state.require_open()
         with state.exclusive, thread_limit(torch.get_num_threads()):
             state.settle()
-            maintenance.finish_change(state)
             yield state
 
     def _portable_state(self) -> StateDirectory:
@@ -416,10 +410,10 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
                 )
 
 
-def _put_weights(parts: Sequence[_Part]) -> None:
-    for part in parts:
-        if part.weights is not None:
-            put_rows(part.parameter, part.rows, part.weights)
+def _weights_of(part: _Part) -> list[Effect]:
+    """Return what puts the new weights into a parameter in memory, with its own copy of the rows."""
+    weights = part.weights
+    return [] if weights is None else [partial(put_rows, part.parameter, part.rows.copy(), weights)]
 
 
 def _group_options(group: dict[str, Any], fixed: AdamOptions) -> AdamOptions:

@@ -1,50 +1,73 @@
 """An open state directory: its tables, and the transactions that change them.
 
-Nothing is stored but through `begin` and `commit`. With a journal, a committed transaction survives the death
-of the process at any instant, and an uncommitted one leaves no trace; see `dsa.journal`. `dsa.opening` opens
-directories.
+Nothing is stored but through a transaction, which has four moments, each of which may be repeated:
+
+    prepare   hand out the memory of the new records, in the journal where there is one
+    seal      make sure of the room and complete the journal's entry: from here on the step has happened
+    apply     write the records to the tables, and whatever else the step changes
+    release   let the journal's entry go, once the tables hold it
+
+With a journal, a sealed transaction survives the death of the process at any instant, and another leaves no
+trace; see `dsa.journal`. What changes whole tables makes them anew and switches, see `dsa.replacement`.
+`dsa.opening` opens directories.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Final, NamedTuple, Protocol, final
 
 import numpy as np
 
-from dsa.errors import StateClosedError, StateCorruptError
+from dsa.errors import DiskSpaceError, StateClosedError, StateFailedError, StateMovedError
+from dsa.holding import HeldDirectory, file_numbers
 from dsa.journal import Journal
-from dsa.journal_format import Entry, Part
 from dsa.metadata import Metadata, write_metadata
 from dsa.progress import Progress, progress_of
 from dsa.schema import Records, Rows
 from dsa.storage import Storage
 from dsa.table import Table, describe_table
+from dsa.table_files import file_of, remove_table_file
 
-__all__ = ["Observer", "StateDirectory", "apply_entry"]
+__all__ = ["Effect", "Observer", "StateDirectory", "describe_files"]
+
+Effect = Callable[[], None]
+"""What a transaction changes beside rows of tables, such as weights in memory. May be called again."""
 
 
 class Observer(Protocol):
     """Is told of every change of a table's rows before it happens."""
 
-    def before_replacement(self) -> None:
-        """Let everything go: all tables are about to be replaced."""
-        ...
-
     def before_write(self, table: Table, rows: Rows) -> None:
         """Look at rows of a table for the last time before they change."""
+        ...
+
+    def takes_over(self, table: Table, let_go: Callable[[], None]) -> bool:
+        """Say whether a table that is being replaced is still read.
+
+        Args:
+            table: The table as it was; its files are complete and don't change any more.
+            let_go: Closes and removes its files. To be called once they are not needed, if this returns True.
+        """
+        ...
+
+    def before_close(self) -> None:
+        """Let everything go: the state is about to be closed."""
         ...
 
 
 class _Transaction(NamedTuple):
     progress: Progress
     parts: list[tuple[Table, Rows, Records]]
+    effects: Sequence[Effect] = ()
 
 
 @final
@@ -52,8 +75,7 @@ class StateDirectory:
     """The tables of one directory, open. Made by `dsa.opening.open_state`; closed by `close`.
 
     Args:
-        path: The directory.
-        lock: The descriptor that holds the directory's lock.
+        held: The directory, which is let go by `close`.
         metadata: The content of the description file; kept up to date here.
         tables: The open tables, in the description's order.
         journal: The journal, or None for the durability ``"none"``.
@@ -62,18 +84,16 @@ class StateDirectory:
 
     def __init__(
         self,
-        path: Path,
-        lock: int,
+        held: HeldDirectory,
         metadata: Metadata,
         tables: Sequence[Table],
         journal: Journal | None,
         storage: Storage,
     ) -> None:
-        self.path = path
+        self.held = held
         self.storage = storage
         self.tables = {table.name: table for table in tables}
         self.global_step = metadata.global_step
-        self.change: dict[str, Any] | None = metadata.change
         self.exclusive = threading.RLock()
         # By whom each table is used; a table is free again when its user is gone.
         self.users: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
@@ -81,23 +101,21 @@ class StateDirectory:
         self.observers: list[Observer] = []
         self.replacements = 0
         self._metadata = metadata
-        self._lock: int | None = lock
-        self._process = os.getpid()
         self._order = list(tables)
         self._journal = journal
         self._draft: _Transaction | None = None
         self._pending: _Transaction | None = None
-        self._flush_failed = False
         _OPEN.add(self)
 
-    def progress(self) -> Progress:
-        """Return the counts, curvatures and pending change that the state stands at."""
-        return progress_of(self._order, self.global_step, self.change)
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self.held.path
 
     @property
     def is_open(self) -> bool:
         """Whether the state can be used by this process."""
-        return self._lock is not None and os.getpid() == self._process
+        return self.held.is_held
 
     @property
     def is_settled(self) -> bool:
@@ -115,22 +133,31 @@ class StateDirectory:
         return dict(self._metadata.exports)
 
     @property
+    def metadata(self) -> Metadata:
+        """The description as it was written last; not to be changed."""
+        return self._metadata
+
+    @property
     def journal_bytes(self) -> int:
         """Bytes written to the journal since the state was opened."""
         return 0 if self._journal is None else self._journal.bytes_written
+
+    def progress(self) -> Progress:
+        """Return the counts that the state stands at."""
+        return progress_of(self._order, self.global_step)
 
     def index(self, table: Table) -> int:
         """Return a table's position in the state."""
         return self._order.index(table)
 
     def add(self, table: Table) -> None:
-        """Take in one more table, whose file is complete."""
+        """Take in one more table, whose file is complete and on the device."""
         self.settle()
         self.tables[table.name] = table
         self._order.append(table)
-        self._save("open")
+        self.save()
 
-    def begin(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Records]:
+    def prepare(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Records]:
         """Start a transaction and return the memory of its records, to be filled before `commit`.
 
         Args:
@@ -146,160 +173,207 @@ class StateDirectory:
         if self._journal is None:
             buffers = [np.empty(len(rows), table.backend.schema.dtype) for table, rows in batches]
         else:
-            buffers = self._begin_entry(self._journal, progress, batches)
+            buffers = self._prepare_entry(self._journal, progress, batches)
         parts = [(table, rows, records) for (table, rows), records in zip(batches, buffers, strict=True)]
         self._draft = _Transaction(progress, parts)
         return buffers
 
-    def commit(self) -> None:
-        """Make the transaction begun last happen.
+    def commit(self, effects: Sequence[Effect] = ()) -> None:
+        """Make the transaction prepared last happen: seal, apply and release it.
+
+        Args:
+            effects: What it changes beside the rows.
 
         Raises:
+            DiskSpaceError: the rows' place on disk can't be had; nothing has changed.
             OSError: the disk failed. Whether the transaction counts is then open until the next call of any
                 method, or `flush`, has completed it; `global_step` tells afterwards.
         """
-        self._pending, self._draft = self._draft, None
+        draft = self._draft
+        assert draft is not None, "prepare comes first"
+        for table, rows, _ in draft.parts:
+            table.backend.reserve(rows)
+        self._pending, self._draft = draft._replace(effects=effects), None
         self.settle()
 
     def settle(self) -> None:
         """Complete a transaction whose commit was interrupted by an error or a signal, if there is one."""
+        if self._pending is not None:
+            self.seal()
+            self.apply()
+            self.release()
+
+    def seal(self) -> None:
+        """Complete the journal's entry: from here on the transaction has happened, whatever dies."""
+        if self._journal is not None:
+            with self._failing_for_good():
+                self._journal.commit()
+
+    def apply(self) -> None:
+        """Write the sealed transaction to the tables, and adopt its counts."""
         pending = self._pending
         if pending is None:
             return
-        if self._journal is not None:
-            self._journal.commit()
         for table, rows, records in pending.parts:
             for observer in tuple(self.observers):
                 observer.before_write(table, rows)
             table.backend.write(rows, records)
+        for effect in pending.effects:
+            effect()
         for table, rows, _ in pending.parts:
             table.rows_written += len(rows)
         self.steps_taken += pending.progress.global_step - self.global_step
-        self._adopt(pending.progress)
+        self.global_step = pending.progress.global_step
+        for table, steps in zip(self._order, pending.progress.steps, strict=True):
+            table.steps = steps
         self._pending = None
+
+    def release(self) -> None:
+        """Let the journal's entries go, if the tables hold them as surely as the policy has it."""
         if self._journal is not None and not self._journal.durable and not self._queued():
             self._journal.release()
 
     def flush(self) -> None:
-        """Return once the state is durable, whatever the durability."""
+        """Return once the state is durable, whatever the durability.
+
+        Raises:
+            OSError: the device refused, or a queued write did. When it refused to sync, the state can't be
+                used any more, see `require_open`.
+        """
         self.require_open()
         self._drain_tables()
         self.settle()
-        self._flush_tables()
-        if self._journal is not None and not self._journal.durable:
-            self._journal.sync()
-        self._save("open")
+        self._sync()
+        self.save()
 
-    def mark_change(self, change: dict[str, Any] | None) -> None:
-        """Record that a whole-table change starts or has ended. With a journal its entries say so too."""
-        if change is None and self._journal is None:
-            # Nothing but the description will tell that the change is over: it must be.
-            self._drain_tables()
-        self.change = change
-        self._save("open")
+    def save(self, status: str = "open") -> None:
+        """Bring the description up to date."""
+        self.held.check()
+        metadata = self._metadata
+        metadata.status, metadata.global_step = status, self.global_step
+        metadata.tables = [describe_table(table) for table in self._order]
+        metadata.files = describe_files(self.path, metadata, self._order) if status == "open" else {}
+        metadata.journal = metadata.journal and status == "open"
+        write_metadata(self.path, metadata, self.held.directory)
 
     def close(self) -> None:
-        """Flush, mark the directory as closed and release it; silent when repeated, and in a forked child."""
-        if self._lock is None or os.getpid() != self._process:
+        """Flush, mark the directory as closed and release it; silent when repeated, and in a forked child.
+
+        Raises:
+            OSError: a queued write failed: nothing is closed, and closing can be tried again. Or the device
+                refused to sync: then everything is let go as a kill would, and the next opening says so.
+            StateMovedError: the directory is not at its path any more; everything is let go likewise.
+        """
+        if not self.is_open:
             return
-        # What fails here can be tried again; nothing is closed yet.
-        self._drain_tables()
-        self.settle()
-        self._flush_tables()
+        try:
+            self.held.check()
+            self._require_sound()
+            self._drain_tables()
+            self.settle()
+            self._sync()
+        except BaseException:
+            if self._metadata.failed or self._is_elsewhere():
+                self.abandon()
+            raise
         self._draft = None
-        lock, self._lock = self._lock, None
-        saved = False
         with contextlib.ExitStack() as stack:
             # Every file is let go, whichever fails; then the state is as after a kill, and the journal stays.
-            # The lock goes last: whoever opens the directory next makes a journal of that name.
-            stack.callback(os.close, lock)
+            # The directory goes last: whoever opens it next makes a journal of its own.
+            stack.callback(self.held.release)
+            for observer in tuple(self.observers):
+                observer.before_close()
+            saved = False
             if (journal := self._journal) is not None:
                 stack.callback(lambda: journal.close(remove=saved))
             with contextlib.ExitStack() as tables:
                 for table in self._order:
                     tables.callback(table.backend.close)
-            self._save("closed")
+            self.save("closed")
             saved = True
 
     def require_open(self) -> None:
-        """Raise `StateClosedError` when the state was closed or belongs to another process."""
-        if os.getpid() != self._process:
+        """Say why the state can't be used, if it can't.
+
+        Raises:
+            StateClosedError: it was closed, or belongs to another process.
+            StateFailedError: the device has refused to sync.
+            StateMovedError: the directory is not at its path any more.
+        """
+        if os.getpid() != self.held.process:
             raise StateClosedError(
-                f"the state directory {str(self.path)!r} belongs to process {self._process} and this is a "
-                "fork of it: use the optimizer in the process that made it"
+                f"the state directory {str(self.path)!r} belongs to process {self.held.process} and this "
+                "is a fork of it: use the optimizer or module in the process that made it"
             )
-        if self._lock is None:
+        if not self.held.is_held:
             raise StateClosedError(
-                f"the state directory {str(self.path)!r} was closed: build the optimizer again with "
-                "resume=True to go on"
+                f"the state directory {str(self.path)!r} was closed: build the module or optimizer again "
+                "with resume=True to go on"
             )
+        self._require_sound()
+        self.held.check()
 
     def note_export(self, root: str, step: int) -> None:
         """Remember a checkpoint, so that later ones may hold only what has changed since."""
         self._metadata.exports = {**self._metadata.exports, root: step}
-        self._save("open")
+        self.save()
 
-    def release_files(self) -> None:
-        """Let the tables' files and the journal go; `replace` is to follow."""
-        for observer in tuple(self.observers):
-            observer.before_replacement()
-        if self._journal is not None:
-            self._journal.close(remove=False)
-            self._journal = None
-        for table in self._order:
-            table.backend.close()
-
-    def replace(self, metadata: Metadata, tables: Sequence[Table], journal: Journal | None) -> None:
+    def adopt(
+        self,
+        metadata: Metadata,
+        tables: Sequence[Table],
+        journal: Journal | None,
+        effects: Sequence[Effect] = (),
+    ) -> None:
         """Go on with other content, which the description on disk names already.
 
         Tables that have the name of an open one take its place in it, so that whoever holds it sees the new
-        content.
+        content. The files of those that are replaced go, unless somebody is still reading them.
 
         Args:
             metadata: The new description.
-            tables: The new tables, in the state's order.
+            tables: The tables, in the state's order: open ones that stay, and new ones.
             journal: Their journal, which is empty.
+            effects: What changes with it beside the tables; `settle` sees to it.
         """
         self.replacements += 1
-        self._metadata, self._journal = metadata, journal
-        self.global_step, self.change = metadata.global_step, metadata.change
+        old_journal, self._journal = self._journal, journal
+        self._metadata, self.global_step = metadata, metadata.global_step
         for table in tables:
             known = self.tables.setdefault(table.name, table)
             if known is not table:
+                self._let_table_go(known)
                 known.take_over(table)
         self._order = [self.tables[table.name] for table in tables]
-        self._save("open")
+        self._pending = _Transaction(self.progress(), [], effects)
+        if old_journal is not None:
+            old_journal.close(remove=True)
 
     def abandon(self) -> None:
         """Let everything go as a kill would: what is in memory may differ from what is on disk."""
-        if self._lock is None:
+        self._draft = self._pending = None
+        if not self.is_open:
             return
-        lock, self._lock = self._lock, None
+        for observer in tuple(self.observers):
+            observer.before_close()
+        for table in self._order:
+            if table.writer is not None:
+                table.writer.abandon()
         if self._journal is not None:
             self._journal.close(remove=False)
-        os.close(lock)
+        self.held.release()
 
-    def disown(self) -> None:
-        """Leave the lock to whoever opened the directory, because opening failed."""
-        self._lock = None
-        if self._journal is not None:
-            self._journal.close(remove=False)
-
-    def abandon_in_child(self) -> None:
-        """Let go of the lock in a forked child, so that a child that outlives its parent does not keep it."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-        # A thread that does not exist in the child may have held it.
+    def renew_lock_in_child(self) -> None:
+        """Replace the lock in a forked child: a thread that does not exist there may have held it."""
         self.exclusive = threading.RLock()
 
     def __del__(self) -> None:
-        if getattr(self, "_lock", None) is not None and os.getpid() == self._process:
-            # A thread that is writing keeps its queue, and with it the lock, until the write has ended.
-            lock = _Lock(self._lock)  # type: ignore[arg-type]  # not None: tested above
+        held = getattr(self, "held", None)
+        if held is not None and held.is_held:
+            # A thread that is writing keeps its queue, and with it the directory, until the write has ended.
             for table in self._order:
                 if table.writer is not None:
-                    table.writer.held = lock
+                    table.writer.held = held
             warnings.warn(
                 f"the state directory {str(self.path)!r} was never closed: call close(), or use the "
                 "optimizer in a with statement",
@@ -308,7 +382,7 @@ class StateDirectory:
                 source=self,
             )
 
-    def _begin_entry(
+    def _prepare_entry(
         self, journal: Journal, progress: Progress, batches: Sequence[tuple[Table, Rows]]
     ) -> list[Records]:
         note = progress.to_bytes()
@@ -316,8 +390,11 @@ class StateDirectory:
         buffers = journal.begin(note, parts)
         if buffers is None:
             # The older entries may go once the tables hold what they say, as durably as the policy has it.
-            self._flush_tables() if journal.durable else self._drain_tables()
-            journal.release()
+            self._drain_tables()
+            with self._failing_for_good():
+                if journal.durable:
+                    self._flush_tables()
+                journal.release()
             buffers = journal.begin(note, parts)
         assert buffers is not None, "a journal that keeps one entry grows instead of refusing"
         return buffers
@@ -330,77 +407,79 @@ class StateDirectory:
             if table.writer is not None and table.writer.status != "stopped":
                 table.writer.drain()
 
+    def _sync(self) -> None:
+        with self._failing_for_good():
+            self._flush_tables()
+            if self._journal is not None:
+                self._journal.release()
+                self._journal.sync()
+        self._metadata.durable_step = self.global_step
+
     def _flush_tables(self) -> None:
-        self._drain_tables()
-        if self._flush_failed and self._journal is not None:
-            # After a failed sync the system may count pages as clean that never reached the device: write
-            # them again.
-            _write_newest(self._order, list(self._journal.entries()))
-        self._flush_failed = True
         for table in self._order:
             table.backend.flush()
-        self._flush_failed = False
 
-    def _adopt(self, progress: Progress) -> None:
-        self.global_step, self.change = progress.global_step, progress.change
-        for table, steps, k in zip(self._order, progress.steps, progress.curvatures, strict=True):
-            table.steps, table.k = steps, k
+    @contextlib.contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """Refuse to go on after an error of the device inside the block.
 
-    def _save(self, status: str) -> None:
-        metadata = self._metadata
-        metadata.status, metadata.global_step, metadata.change = status, self.global_step, self.change
-        metadata.tables = [describe_table(table) for table in self._order]
-        write_metadata(self.path, metadata)
+        Once a sync has failed, the system may have dropped what it could not write and call the pages clean;
+        on ext4 the extent may never become readable, however often it is written again. No later success
+        means anything.
+        """
+        try:
+            yield
+        except DiskSpaceError:
+            raise
+        except OSError as error:
+            self._metadata.failed = f"{error}"
+            with contextlib.suppress(OSError, StateMovedError):
+                self.held.check()
+                write_metadata(self.path, self._metadata, self.held.directory)
+            raise
 
-
-class _Lock:
-    """A descriptor that is closed with the last reference to it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
-
-
-def apply_entry(tables: Sequence[Table], entry: Entry) -> None:
-    """Write a journal entry's rows to the tables; doing so again changes nothing.
-
-    Raises:
-        StateCorruptError: the entry does not fit the tables.
-    """
-    for index, rows, raw in entry.parts:
-        backend = tables[index].backend if index < len(tables) else None
-        if backend is None or raw.shape[1] != backend.schema.dtype.itemsize:
-            raise StateCorruptError(
-                f"entry {entry.sequence} of the journal does not fit the state's tables: restore the "
-                "directory from a copy"
+    def _require_sound(self) -> None:
+        if self._metadata.failed:
+            raise StateFailedError(
+                errno.EIO,
+                f"the device has refused to keep the state in {str(self.path)!r} "
+                f"({self._metadata.failed}), so that what was written since the last flush may be gone: "
+                "close it and open it again with resume=True, which makes its files anew and says what is "
+                "lost",
             )
-        if len(rows) and not (rows[0] >= 0 and rows[-1] < len(backend)):
-            raise StateCorruptError(
-                f"entry {entry.sequence} of the journal names rows outside table {index}: restore the "
-                "directory from a copy"
-            )
-        backend.write(rows, np.ascontiguousarray(raw).view(backend.schema.dtype)[:, 0])
+
+    def _is_elsewhere(self) -> bool:
+        try:
+            self.held.check()
+        except StateMovedError:
+            return True
+        return False
+
+    def _let_table_go(self, table: Table) -> None:
+        backend, file = table.backend, file_of(self.path, table)
+
+        def let_go() -> None:
+            backend.close()
+            remove_table_file(file)
+
+        reading = [each for each in tuple(self.observers) if each.takes_over(replace(table), let_go)]
+        if not reading:
+            let_go()
 
 
-def _write_newest(tables: Sequence[Table], entries: Sequence[Entry]) -> None:
-    """Write what the last of the entries says of each row: at no moment does a row go back."""
-    written = {index: np.empty(0, np.int64) for index in range(len(tables))}
-    for entry in reversed(entries):
-        for index, rows, raw in entry.parts:
-            fresh = ~np.isin(rows, written[index])
-            apply_entry(tables, entry._replace(parts=[Part(index, rows[fresh], raw[fresh])]))
-            written[index] = np.union1d(written[index], rows)
+def describe_files(path: Path, metadata: Metadata, tables: Sequence[Table]) -> dict[str, int]:
+    """Return the numbers of the files that make up an open state, see `Metadata.files`."""
+    names = [file_of(path, table).name for table in tables]
+    return file_numbers(path, [*names, metadata.journal_name] if metadata.journal else names)
 
 
 _OPEN: Final[weakref.WeakSet[StateDirectory]] = weakref.WeakSet()
 
 
-def _abandon_all() -> None:
+def _renew_locks() -> None:
     for state in list(_OPEN):
-        state.abandon_in_child()
+        state.renew_lock_in_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)
+    os.register_at_fork(after_in_child=_renew_locks)

@@ -6,6 +6,7 @@ counters missing: advice is then not given, reservation writes zeros, and the lo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -35,7 +36,9 @@ __all__ = [
     "blocks_read",
     "boot_identity",
     "drop_cache",
+    "extend",
     "lock_file",
+    "open_directory",
     "probe_size",
     "read_at",
     "reserve",
@@ -43,6 +46,7 @@ __all__ = [
     "sync_directory",
     "sync_file",
     "sync_mapping",
+    "unlock_file",
     "write_atomically",
 ]
 
@@ -141,8 +145,36 @@ def _allocate(descriptor: int, size: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    left = size
+    _write_zeros(descriptor, 0, size)
+
+
+def extend(descriptor: int, size: int, directory: str) -> None:
+    """Lengthen a file with zeros that are really written; what it holds is not touched.
+
+    Args:
+        descriptor: Open for writing.
+        size: Bytes that it is to have; a file that is as long already stays as it is.
+        directory: Where the file is, for the message and for the free space.
+
+    Raises:
+        DiskSpaceError: there is not enough room; the file is as long as before.
+    """
+    before = os.fstat(descriptor).st_size
+    free = available_bytes(directory)
+    if size - before > free:
+        raise DiskSpaceError(size - before, free, directory)
+    try:
+        _write_zeros(descriptor, before, size)
+    except OSError as error:
+        os.ftruncate(descriptor, before)
+        if error.errno == errno.ENOSPC:
+            raise DiskSpaceError(size - before, available_bytes(directory), directory) from error
+        raise
+
+
+def _write_zeros(descriptor: int, start: int, stop: int) -> None:
+    os.lseek(descriptor, start, os.SEEK_SET)
+    left = stop - start
     while left > 0:
         left -= os.write(descriptor, _ZEROS[: min(left, len(_ZEROS))])
 
@@ -177,29 +209,65 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content so that whoever reads it, after a kill too, sees the old or the new, whole."""
-    temporary = path.with_name(f"{path.name}.tmp")
+def write_atomically(path: Path, data: bytes, held: int | None = None) -> None:
+    """Replace a file's content so that whoever reads it, after a kill too, sees the old or the new, whole.
+
+    Args:
+        path: The file.
+        data: Its new content.
+        held: A descriptor of its directory: the file there is replaced, even if the path leads elsewhere by
+            now. Where the system can't do that, the path is used.
+
+    Raises:
+        OSError: the system refused. The old content is there, unless syncing the directory was what failed.
+    """
+    directory = held if held is not None and os.rename in os.supports_dir_fd else None
+    target: str | Path = path if directory is None else path.name
+    temporary = f"{target}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
     try:
-        with open(temporary, "wb") as file:
+        with open(os.open(temporary, flags, 0o644, dir_fd=directory), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=directory)
         raise
-    sync_directory(path.parent)
+    if directory is None:
+        sync_directory(path.parent)
+    else:
+        os.fsync(directory)
 
 
 def lock_file(descriptor: int) -> bool:
-    """Try to lock an open file without waiting; the system unlocks it when the process ends."""
+    """Try to lock an open file without waiting; the system unlocks it when the process ends.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
     attempt = _lock_with_fcntl if fcntl is not None else _lock_with_msvcrt
     try:
         attempt(descriptor)
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def unlock_file(descriptor: int) -> None:
+    """Unlock a file, for the descriptors of forked children too, and close it."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+def open_directory(path: Path) -> int | None:
+    """Return a descriptor of a directory, or None on systems that give none."""
+    flag = getattr(os, "O_DIRECTORY", None)
+    return None if flag is None or os.name == "nt" else os.open(path, os.O_RDONLY | flag)
 
 
 def _lock_with_fcntl(descriptor: int) -> None:

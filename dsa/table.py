@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.backends.base import StateBackend
+from dsa.content import TableContent
 from dsa.errors import CorruptRowError
 from dsa.init import Initializer
 from dsa.kernels.checks import describe_fault, first_implausible
@@ -23,11 +24,14 @@ __all__ = [
     "Table",
     "blank_records",
     "clip_norms",
+    "content_of",
     "corrupt_row",
     "describe_table",
     "fill_untouched",
+    "implausible_rows",
     "read_records",
     "read_weights",
+    "require_plausible",
     "stamp_of",
 ]
 
@@ -168,6 +172,23 @@ def corrupt_row(table: Table, rows: Rows, records: Records, position: int) -> Co
     )
 
 
+def implausible_rows(records: Records) -> NDArray[np.bool_]:
+    """Tell which records hold implausible values, ``(B,)`` bool."""
+    broken = np.zeros(len(records), dtype=np.bool_)
+    start = 0
+    while (position := first_implausible(records[start:])) >= 0:
+        start += position + 1
+        broken[start - 1] = True
+    return broken
+
+
+def require_plausible(table: Table, first: int, records: Records) -> None:
+    """Raise `CorruptRowError` when one of the records of the rows from `first` on is implausible."""
+    position = first_implausible(records)
+    if position >= 0:
+        raise corrupt_row(table, np.arange(first, first + len(records)), records, position)
+
+
 def stamp_of(step: int) -> int:
     """Return the stamp of a record written in a step: one more, as far as an int32 goes."""
     return min(step + 1, 2**31 - 1)
@@ -192,3 +213,19 @@ def describe_table(table: Table) -> dict[str, Any]:
         "generation": table.generation,
         "backend": table.backend.describe(),
     }
+
+
+def content_of(table: Table) -> TableContent:
+    """Return a table as what is copied from one place to another, with the records as they are stored."""
+    backend = table.backend
+    return TableContent(
+        table.name,
+        len(table),
+        backend.schema,
+        lambda: backend.scan(0, len(backend)),
+        table.k,
+        table.steps,
+        table.second_moment,
+        table.init_max_norm_fraction,
+        table.initializer,
+    )

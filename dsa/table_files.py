@@ -56,9 +56,17 @@ def probe_table(directory: Path, rows: int, schema: Schema, layout: Layout) -> N
     system.probe_size(directory, size)
 
 
-def new_file(directory: Path, name: str, layout: Layout, generation: int = 0) -> Path:
-    """Return where a table is to be made."""
-    return directory / table_file_name(name, generation, "memmap" if isinstance(layout, Memmap) else "zarr")
+def new_file(directory: Path, name: str, layout: Layout) -> tuple[Path, int]:
+    """Return where a table is to be made, and as which generation: one after those that are there."""
+    kind = "memmap" if isinstance(layout, Memmap) else "zarr"
+    stem = table_file_name(name).partition(".")[0]
+    taken = [_generation(file) for file in owned_files(directory) if file.name.partition(".")[0] == stem]
+    generation = max(taken, default=-1) + 1
+    return directory / table_file_name(name, generation, kind), generation
+
+
+def _generation(file: Path) -> int:
+    return int(file.stem.partition(".")[2] or 0)
 
 
 def file_of(directory: Path, table: Table) -> Path:

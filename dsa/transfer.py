@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
@@ -24,14 +24,13 @@ from dsa.checkpoint import (
 from dsa.checkpoint.export import ExportOptions
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.content import StateContent, TableContent
-from dsa.creation import JOURNAL_NAME
 from dsa.errors import StateExistsError, StateMismatchError, StateNotFoundError, StateWarning
-from dsa.installation import install_content
+from dsa.holding import LOCK_NAME, HeldDirectory
 from dsa.legacy import Curvatures, Shapes, find_legacy, read_legacy
-from dsa.maintenance import finish_change
-from dsa.metadata import METADATA_NAME, Metadata, read_metadata, write_metadata
+from dsa.metadata import read_metadata
 from dsa.notices import notify
 from dsa.opening import migrate_directory, open_state
+from dsa.replacement import replace_content, write_content
 from dsa.schema import Records
 from dsa.snapshot import Snapshot
 from dsa.state import StateDirectory
@@ -99,7 +98,6 @@ def _snapshot(state: StateDirectory) -> Iterator[Snapshot]:
     with ExitStack() as stack:
         with state.exclusive:
             state.settle()
-            finish_change(state)
             snapshot = stack.enter_context(Snapshot(state))
         yield snapshot
 
@@ -125,16 +123,14 @@ def import_state(state: StateDirectory, opened: OpenedContent, progress: Progres
         kept = {name: stack.enter_context(_Kept(state.path, tables[name])) for name in _held_names(state)}
         state.settle()
         ordered = [tables[name] for name in state.tables]
-        install_content(
-            state,
-            replace(content, tables=tuple(_watched(each, advance, kept.get(each.name)) for each in ordered)),
-        )
-        for name, weights in kept.items():
-            try:
-                weights.put(state.tables[name])
-            except BaseException:
-                weights.put(state.tables[name])  # the state has changed: its weights must, too
-                raise
+        watched = tuple(_watched(each, advance, kept.get(each.name)) for each in ordered)
+        effects = [partial(weights.put, state.tables[name]) for name, weights in kept.items()]
+        try:
+            replace_content(state, replace(content, tables=watched), effects)
+        except BaseException:
+            if not state.is_settled:
+                stack.pop_all()  # the next call needs them, to complete what was interrupted
+            raise
 
 
 def restore(
@@ -290,48 +286,29 @@ def _make_metered(
 
 def make_state(directory: str | os.PathLike[str], content: StateContent, storage: Storage) -> None:
     """Make a closed state directory of some content; see `restore`."""
-    path = Path(directory)
+    path = Path(directory).absolute()
     stored = read_metadata(path) if path.is_dir() else None
-    if stored is not None and stored.tables and stored.status != "creating":
+    if stored is not None and stored.tables:
         raise StateExistsError(
             f"{str(path)!r} already holds state at step {stored.global_step}: choose another directory, or "
             "open it and call import_checkpoint, which replaces what it holds"
         )
-    made = [each for each in (path.absolute(), *path.absolute().parents) if not each.exists()]
+    made = [each for each in (path, *path.parents) if not each.exists()]
     was_empty = bool(made) or not any(path.iterdir())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StateWarning)  # what an interrupted restore has left may go
-        state = open_state(path, [], None if stored is None else False, storage, exact=False)
+    path.mkdir(parents=True, exist_ok=True)
+    held = HeldDirectory.take(path)
     try:
-        # Killed before the end, it must not pass for a state without tables.
-        write_metadata(path, Metadata("creating", state.identity, note="making it of other content"))
         # A table without its weights stays one: they are a parameter's, which isn't here.
-        install_content(state, content)
+        write_content(held, content, storage)
     except BaseException:
-        if stored is None and state.is_open and not state.tables:
-            _unmake(state, made, was_empty)
-        else:
-            state.close()
+        with suppress(OSError):  # as long as it is held: nobody else makes a state there meanwhile
+            if was_empty:
+                (path / LOCK_NAME).unlink()
+            for each in made:
+                each.rmdir()
         raise
-    state.close()
-
-
-def _unmake(state: StateDirectory, made: Sequence[Path], was_empty: bool) -> None:
-    """Remove a new state without tables.
-
-    Args:
-        state: The state.
-        made: The directories that were made for it, the innermost first.
-        was_empty: Whether nothing was in its directory before.
-    """
-    names = [METADATA_NAME, JOURNAL_NAME, *(["dsa.lock"] if was_empty else [])]
-    for name in names:  # as long as the lock is held: nobody else makes a state there meanwhile
-        with suppress(OSError):
-            (state.path / name).unlink()
-    state.abandon()
-    for each in made:
-        with suppress(OSError):
-            each.rmdir()
+    finally:
+        held.release()
 
 
 def _held_names(state: StateDirectory) -> list[str]:

@@ -26,6 +26,7 @@ from dsa.errors import (
 from dsa.inspection import StateView, TableView, open_state
 from dsa.kernels.checks import describe_fault, first_implausible
 from dsa.metadata import owned_files, read_metadata, table_file_name
+from dsa.recovery import is_copy
 from dsa.schema import Records
 from dsa.subjects import Kind, find_checkpoint, state_directory
 
@@ -281,10 +282,16 @@ def _standing(view: StateView) -> tuple[list[str], list[str]]:
                 "the machine was restarted while it was open: with durability='process' that may have lost "
                 "or torn steps"
             )
-    if view.change is not None:
-        text = f"a change of a whole table was interrupted, or is under way: {view.change}"
-        lasting = stored.status == "open" and stored.durability == "none"
-        (problems if lasting else remarks).append(text)
+    if stored.status == "open" and is_copy(view.path, stored):
+        problems.append(
+            "it is a copy that was made while a process had the state open: its files are of different "
+            f"moments; `dsa repair {view.path}` takes what is whole"
+        )
+    if stored.failed:
+        problems.append(
+            f"the device refused to keep it ({stored.failed}): what was written after step "
+            f"{stored.durable_step} may be gone; opening it makes its files anew"
+        )
     names = {
         table_file_name(str(t["name"]), t.get("generation", 0), t["backend"]["kind"]) for t in stored.tables
     }

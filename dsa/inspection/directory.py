@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, final
 
 from dsa import system
-from dsa.creation import JOURNAL_NAME
 from dsa.errors import (
     StateClosedError,
     StateCorruptError,
@@ -24,9 +23,9 @@ from dsa.errors import (
 from dsa.inspection.tail import Kept, Tail, read_entries, still_counting
 from dsa.journal_format import BODY, Slot, read_header
 from dsa.legacy import find_legacy
-from dsa.manifolds import curvature_from_json
 from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata
 from dsa.progress import Progress
+from dsa.recovery import is_copy
 
 __all__ = ["Mark", "ObservedDirectory", "file_sizes"]
 
@@ -124,11 +123,11 @@ class ObservedDirectory:
         for _ in range(_TRIES):
             metadata = self.metadata()
             stamp = self._stamp
-            if metadata.status != "open" or metadata.durability == "none":
+            if metadata.status != "open" or not metadata.journal:
                 return Mark(stamp, None, silent=metadata.status == "open")
             try:
                 with self._journal() as file:
-                    return Mark(stamp, read_header(file.read(BODY), metadata.identity))
+                    return Mark(stamp, read_header(file.read(BODY), metadata.journal_identity))
             except FileNotFoundError:
                 fault = "is missing"
             except ValueError as error:
@@ -173,7 +172,7 @@ class ObservedDirectory:
         return {root: step for root, step in metadata.exports.items() if step <= global_step}
 
     def progress(self) -> Progress:
-        """Return counts and curvatures as of the last step that counts.
+        """Return the counts of steps as of the last step that counts.
 
         Where the journal goes on too fast to be read, they are those of the last flush.
 
@@ -185,27 +184,31 @@ class ObservedDirectory:
             if tail is not None:
                 if tail.note is None:
                     break
-                return Progress.from_bytes(tail.note, len(self._metadata.tables))
-        metadata = self._metadata
-        try:
-            steps = tuple(int(table["steps"]) for table in metadata.tables)
-            curvatures = tuple(curvature_from_json(table["k"]) for table in metadata.tables)
-        except (ValueError, OverflowError) as error:
-            raise StateCorruptError(
-                f"the description in {str(self.path)!r} can't be read ({error}): restore it from a copy"
-            ) from error
-        return Progress(metadata.global_step, steps, curvatures, metadata.change)
+                return Progress.from_bytes(tail.note, self._steps())
+        return Progress(self._metadata.global_step, self._steps())
 
     def journal_bytes(self) -> tuple[int, int]:
         """Return the length of the journal and the bytes that it occupies on disk; zero without one."""
-        return file_sizes(self.path / JOURNAL_NAME)
+        return file_sizes(self._journal_path)
+
+    @property
+    def copied(self) -> bool:
+        """Whether it is a copy that was made while a process had the state open."""
+        return is_copy(self.path, self._metadata)
+
+    @property
+    def _journal_path(self) -> Path:
+        return self.path / self._metadata.journal_name
+
+    def _steps(self) -> tuple[int, ...]:
+        return tuple(int(table["steps"]) for table in self._metadata.tables)
 
     def _does_without(self) -> bool:
         # Nobody synced the journal of such a state; what a restart has left of it is what there is.
-        return self.restarted and self._metadata.change is None
+        return self.restarted
 
     def _journal(self) -> BinaryIO:
-        return (self.path / JOURNAL_NAME).open("rb")
+        return self._journal_path.open("rb")
 
     def _load(self) -> tuple[Stamp, Metadata]:
         # The stamp first: should the file be replaced in between, the next look sees another one.
@@ -225,8 +228,8 @@ class ObservedDirectory:
 
     def _corrupt(self, what: str) -> StateCorruptError:
         return StateCorruptError(
-            f"the journal {str(self.path / JOURNAL_NAME)!r} {what}, so that the last steps can't be told "
-            "whole: restore the directory from a copy"
+            f"the journal {str(self._journal_path)!r} {what}, so that the last step can't be told whole: "
+            f"restore the directory from a copy, or run `dsa repair {self.path}`"
         )
 
 

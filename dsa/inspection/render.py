@@ -91,8 +91,6 @@ def _headline(summary: StateSummary) -> Text:
     sizes = [table.disk_bytes for table in summary.tables if table.disk_bytes is not None]
     if sizes:
         line.append(f", {size(sum(sizes) + (summary.journal_bytes or 0))} on disk")
-    if summary.change is not None:
-        line.append(f"\na change is under way, or was interrupted: {summary.change}", "yellow")
     return line
 
 

@@ -115,17 +115,12 @@ class StateView:
         return self.standing().global_step
 
     @property
-    def change(self) -> dict[str, Any] | None:
-        """A change of a whole table that is under way or was interrupted: some rows have it, others not."""
-        return self.standing().change
-
-    @property
     def closed(self) -> bool:
         """Whether this view was closed."""
         return self._closed
 
     def standing(self) -> Progress:
-        """Return the counts of steps and the curvatures as of the last step that counts."""
+        """Return the counts of steps as of the last step that counts."""
         self.require_open()
         return self._directory.progress()
 

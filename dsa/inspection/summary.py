@@ -93,7 +93,6 @@ class StateSummary:
         tables: In the state's order.
         path: The directory; None for what is not one.
         status: ``"closed"`` or ``"open"``, see `StateView.status`; likewise.
-        change: A change of a whole table that is under way, or None.
         journal_bytes: What the journal occupies on disk; None for what is not a directory.
     """
 
@@ -101,7 +100,6 @@ class StateSummary:
     tables: tuple[TableSummary, ...]
     path: str | None = None
     status: str | None = None
-    change: dict[str, Any] | None = None
     journal_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -145,7 +143,6 @@ def summarize(
         tuple(summarize_table(table, progress=progress) for table in source.tables.values()),
         str(source.path),
         source.status,
-        source.change,
         source.journal_bytes()[1],
     )
 

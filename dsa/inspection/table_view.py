@@ -115,8 +115,8 @@ class TableView:
 
     @property
     def k(self) -> float:
-        """Curvature magnitude as of the last step that counts; 0 is flat space."""
-        return self._state.standing().curvatures[self._index]
+        """Curvature magnitude; 0 is flat space. A table that gets another one is another file, and view."""
+        return self._table.k
 
     @property
     def steps(self) -> int:
@@ -254,8 +254,7 @@ class TableView:
 
     def _current(self) -> Table:
         self._state.require_open()
-        standing = self._state.standing()
-        self._table.k, self._table.steps = standing.curvatures[self._index], standing.steps[self._index]
+        self._table.steps = self._state.standing().steps[self._index]
         return self._table
 
     def _blocks(self) -> Iterator[tuple[int, Records]]:

@@ -84,7 +84,8 @@ def read_entries(file: BinaryIO, slot: Slot, kept: Kept) -> Kept:
     while True:
         # An entry follows the one before it, or starts the ring again.
         for start in (place, 0):
-            entry = _read_entry(file, BODY + start, slot.head_sequence + len(entries), size)
+            sequence = slot.head_sequence + len(entries)
+            entry = _read_entry(file, BODY + start, sequence, size, applied=sequence <= slot.applied)
             if entry is not None:
                 break
         if entry is None:
@@ -93,7 +94,7 @@ def read_entries(file: BinaryIO, slot: Slot, kept: Kept) -> Kept:
         place = start + entry.end
 
 
-def _read_entry(file: BinaryIO, start: int, sequence: int, size: int) -> Entry | None:
+def _read_entry(file: BinaryIO, start: int, sequence: int, size: int, *, applied: bool) -> Entry | None:
     file.seek(start)
     head = file.read(_HEAD_BYTES)
     length = entry_length(head, sequence)
@@ -102,7 +103,7 @@ def _read_entry(file: BinaryIO, start: int, sequence: int, size: int) -> Entry |
     # A bytearray, since the checksum's kernel is compiled for memory that can be written.
     memory = bytearray(head[:length])
     memory += file.read(length - len(memory))
-    return decode_entry(memory, 0, sequence) if len(memory) == length else None
+    return decode_entry(memory, 0, sequence, applied=applied) if len(memory) == length else None
 
 
 def _newest(parts: list[Any]) -> tuple[Rows, NDArray[Any]]:

@@ -78,8 +78,7 @@ def table_html(table: TableView) -> str:
 
 
 def _standing(state: StateView) -> str:
-    change = "" if state.change is None else f", {state.change.get('kind', 'a change')} being changed"
-    return f"{state.status}, step {state.global_step:,}{change}"
+    return f"{state.status}, step {state.global_step:,}"
 
 
 def _about(table: TableView) -> str:
