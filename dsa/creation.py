@@ -246,6 +246,7 @@ def begin_life(
     journal = _make_journal(path, metadata, storage) if metadata.journal else None
     try:
         metadata.files = describe_files(path, metadata, tables)
+        system.sync_directory(path)  # the new names, before the description says them
         held.check()
         write_metadata(path, metadata, held.directory)
     except BaseException:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dsa import system
 from dsa.creation import check_sources, create_state
 from dsa.errors import (
     DiskSpaceError,
@@ -69,7 +70,7 @@ def open_state(
     if resume and not path.is_dir():
         raise _nothing_to_resume(path)
     _refuse_checkpoint(path)
-    path.mkdir(parents=True, exist_ok=True)
+    _make_directories(path)
     held = HeldDirectory.take(path)
     try:
         if resume is False:
@@ -90,6 +91,14 @@ def open_state(
     except BaseException:
         held.release()
         raise
+
+
+def _make_directories(path: Path) -> None:
+    """Make a directory and those above it, durably."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        system.sync_directory(each.parent)
 
 
 def _fresh_metadata() -> Metadata:

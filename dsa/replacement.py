@@ -171,6 +171,7 @@ def write_content(held: HeldDirectory, content: StateContent, storage: Storage) 
         made = _make_tables(path, content.tables, storage)
         metadata.tables = [describe_table(table) for table in made]
         metadata.durability = storage.durability
+        system.sync_directory(path)
         write_metadata(path, metadata, held.directory)
         for table in made:
             table.backend.close()

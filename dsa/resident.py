@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from typing import final
+from typing import Final, final
 
 import numpy as np
 import torch
 
 from dsa.errors import StateError
+from dsa.kernels.hashing import hash_words
 from dsa.kernels.layout import Floats, Words
 from dsa.kernels.rows import gather_words, scatter_words
 from dsa.kernels.threads import run_slices
 from dsa.schema import Rows
 
 __all__ = ["ParameterWeights", "put_rows", "take_rows"]
+
+_BLOCK_BYTES: Final = 4 << 20
 
 
 @final
@@ -38,6 +41,18 @@ class ParameterWeights:
     def put(self, rows: Rows, weights: Floats) -> None:
         """Replace some rows."""
         put_rows(self._alive(), rows, weights)
+
+    def fingerprint(self) -> str:
+        """Return a hash of all the weights as float32; an empty string when the parameter is gone."""
+        parameter = self._parameter()
+        if parameter is None:
+            return ""
+        rows, dim = parameter.shape
+        state, block = 0, max(1, _BLOCK_BYTES // (4 * dim))
+        for start in range(0, rows, block):
+            taken = take_rows(parameter, np.arange(start, min(rows, start + block)))
+            state = hash_words(taken.view(np.int32), state)
+        return f"{state:016x}"
 
     def _alive(self) -> torch.Tensor:
         parameter = self._parameter()

@@ -27,6 +27,7 @@ from typing import Final, NamedTuple, Protocol, final
 
 import numpy as np
 
+from dsa import system
 from dsa.errors import DiskSpaceError, StateClosedError, StateFailedError, StateMovedError
 from dsa.holding import HeldDirectory, file_numbers
 from dsa.journal import Journal
@@ -153,6 +154,7 @@ class StateDirectory:
     def add(self, table: Table) -> None:
         """Take in one more table, whose file is complete and on the device."""
         self.settle()
+        system.sync_directory(self.path)
         self.tables[table.name] = table
         self._order.append(table)
         self.save()
@@ -251,7 +253,7 @@ class StateDirectory:
         self.held.check()
         metadata = self._metadata
         metadata.status, metadata.global_step = status, self.global_step
-        metadata.tables = [describe_table(table) for table in self._order]
+        metadata.tables = [describe_table(table, closing=status == "closed") for table in self._order]
         metadata.files = describe_files(self.path, metadata, self._order) if status == "open" else {}
         metadata.journal = metadata.journal and status == "open"
         write_metadata(self.path, metadata, self.held.directory)
@@ -456,14 +458,15 @@ class StateDirectory:
         return False
 
     def _let_table_go(self, table: Table) -> None:
-        backend, file = table.backend, file_of(self.path, table)
+        backend, writer, file = table.backend, table.writer, file_of(self.path, table)
 
         def let_go() -> None:
-            backend.close()
-            remove_table_file(file)
+            # Nothing of it is needed any more, least of all what is still queued for it.
+            with contextlib.suppress(OSError):
+                backend.close() if writer is None else writer.abandon()
+                remove_table_file(file)
 
-        reading = [each for each in tuple(self.observers) if each.takes_over(replace(table), let_go)]
-        if not reading:
+        if not any(each.takes_over(replace(table), let_go) for each in tuple(self.observers)):
             let_go()
 
 

@@ -49,6 +49,10 @@ class HeldWeights(Protocol):
         """Replace some rows."""
         ...
 
+    def fingerprint(self) -> str:
+        """Return what tells these weights from others; an empty string when they are gone."""
+        ...
+
 
 @final
 @dataclass(slots=True, eq=False)
@@ -69,6 +73,8 @@ class Table:
         rows_written: Rows handed to the backend since then.
         generation: How often the file was replaced as a whole, see `dsa.metadata.table_file_name`.
         held: The weights, where they are in memory and not in the records.
+        awaited: The fingerprint of the weights in memory that go with the moments, until it is seen that they
+            do: an empty string when it is not known, None when nothing is to be seen to.
     """
 
     name: str
@@ -83,6 +89,7 @@ class Table:
     rows_written: int = 0
     generation: int = 0
     held: HeldWeights | None = None
+    awaited: str | None = None
 
     def __len__(self) -> int:
         return len(self.backend)
@@ -201,9 +208,18 @@ def blank_records(table: Table, rows: int, stamp: int) -> Records:
     return records
 
 
-def describe_table(table: Table) -> dict[str, Any]:
-    """Return the part of the metadata that belongs to a table."""
+def describe_table(table: Table, *, closing: bool = False) -> dict[str, Any]:
+    """Return the part of the metadata that belongs to a table.
+
+    Args:
+        table: The table.
+        closing: Whether nothing more will happen to it: weights in memory are then told by a fingerprint.
+    """
+    held = table.awaited if table.awaited is not None else ""
+    if closing and table.held is not None and table.awaited is None:
+        held = table.held.fingerprint()
     return {
+        **({} if "w" in table.backend.schema.names else {"weights": held}),
         "name": table.name,
         "k": table.k,
         "steps": table.steps,

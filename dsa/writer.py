@@ -197,9 +197,6 @@ class WriteBehind:
                 records[batch.rows[low:high] - first] = batch.records[low:high]
             yield first, records
 
-    def reserve(self, rows: Rows) -> None:
-        """Return once `rows` can be written without running out of disk."""
-
     def hint(self, rows: Rows) -> None:
         """Pass the announcement on."""
         self._backend.hint(rows)
@@ -246,12 +243,14 @@ class WriteBehind:
             self._closed = True
 
     def abandon(self) -> None:
-        """Forget what is queued and stop, as a kill would; a write that is under way ends first."""
+        """Forget what is queued and close; a write that is under way ends first, and no error is raised."""
         with self._writing, self._lock:
             self._queue.clear()
             self._index = RowIndex()
             self._stopped = self._closed = True
             self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._backend.close()
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the backend inside."""

@@ -73,10 +73,6 @@ class StateBackend(Protocol):
         """
         ...
 
-    def reserve(self, rows: Rows) -> None:
-        """Return once `rows` can be written without running out of disk."""
-        ...
-
     def hint(self, rows: Rows) -> None:
         """Announce that `rows` will be read soon. Never waits for the disk and never changes a result."""
         ...

@@ -253,9 +253,6 @@ class MemmapBackend:
             self._announce_range(last, min(stop, last + block))
             yield first, records
 
-    def reserve(self, rows: Rows) -> None:
-        """Return once `rows` can be written without running out of disk."""
-
     def hint(self, rows: Rows) -> None:
         """Announce the pages of `rows` to the system, unless announcing has lately been for nothing."""
         self._open_table()

@@ -60,9 +60,6 @@ class MemoryBackend:
         for first in range(start, stop, _BLOCK_ROWS):
             yield first, self._records[first : min(stop, first + _BLOCK_ROWS)].copy()
 
-    def reserve(self, rows: Rows) -> None:
-        """Return once `rows` can be written without running out of disk."""
-
     def hint(self, rows: Rows) -> None:
         """Do nothing: the records are in memory already."""
 

@@ -192,9 +192,6 @@ class CompressedZarrBackend:
             yield start, self.read(np.arange(start, last))
             start = last
 
-    def reserve(self, rows: Rows) -> None:
-        """Return once `rows` can be written without running out of disk."""
-
     def hint(self, rows: Rows) -> None:
         """Announce the chunks of `rows` to the system, unless announcing has lately been for nothing."""
         self._require_open()

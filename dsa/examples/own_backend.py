@@ -142,9 +142,6 @@ class SqliteBackend:
             yield start, self.read(np.arange(start, end))
             start = end
 
-    def reserve(self, rows: Rows) -> None:
-        """Return once `rows` can be written without running out of disk."""
-
     def hint(self, rows: Rows) -> None:
         """Do nothing: SQLite has no such call."""
 
