@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass
 from typing import Final, final
 
-from dsa.backends.memmap import Memmap, choose_stride
+from dsa.backends.memmap import Memmap, choose_stride, stored_bytes
 from dsa.backends.zarr import Zarr
 from dsa.conventions import AdamOptions, SecondMoment
 from dsa.journal_format import BODY, layout_of
@@ -86,8 +86,9 @@ def estimate(
 
 def _record_bytes(schema: Schema, layout: Layout) -> int:
     if isinstance(layout, Memmap):
-        return choose_stride(schema.dtype.itemsize, layout.stride)
-    return sum(schema.field_bytes(field) for field in schema.fields)
+        return choose_stride(stored_bytes(schema), layout.stride)
+    checksum = stored_bytes(schema) - schema.dtype.itemsize
+    return sum(schema.field_bytes(field) for field in schema.fields) + checksum
 
 
 def _journal_bytes(batch: int, schema: Schema, layout: Layout) -> int:

@@ -13,20 +13,23 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsa.errors import StateCorruptError
 
-__all__ = ["Field", "Records", "Rows", "Schema", "adam_schema"]
+__all__ = ["TORN", "Field", "Records", "Rows", "Schema", "adam_schema", "has_stamp"]
 
 Rows = NDArray[np.int64]
 """Row indices: 1-D, strictly increasing unless said otherwise."""
 
 Records = NDArray[np.void]
 """A 1-D structured array of `Schema.dtype`."""
+
+TORN: Final = -(2**31)
+"""The stamp of a record that is handed out although it is not as it was written; see `StateBackend`."""
 
 Per = Literal["element", "row"]
 
@@ -212,3 +215,13 @@ def adam_schema(dim: int, *, second_moment_per: Per = "element", weights: bool =
             Field("s", "int32", "row"),
         ),
     )
+
+
+def has_stamp(schema: Schema) -> bool:
+    """Tell whether records have a stamp: an int32 ``s`` for each row.
+
+    Example:
+        >>> has_stamp(adam_schema(2)), has_stamp(Schema(2, (Field("s", "float32", "row"),)))
+        (True, False)
+    """
+    return Field("s", "int32", "row") in schema.fields

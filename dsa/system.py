@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,22 +32,27 @@ except ImportError:  # Windows
 __all__ = [
     "PAGE",
     "advise_random",
+    "allocate_range",
     "announce_ranges",
     "available_bytes",
     "blocks_read",
     "boot_identity",
     "drop_cache",
     "extend",
+    "is_allocated",
     "lock_file",
     "open_directory",
+    "populate",
     "probe_size",
     "read_at",
     "reserve",
     "resource",
     "sync_directory",
     "sync_file",
+    "sync_mapped",
     "sync_mapping",
     "unlock_file",
+    "write_again",
     "write_atomically",
 ]
 
@@ -54,6 +60,8 @@ PAGE: Final = 4096
 """Bytes of a page as the layouts assume it; larger pages only make some advice coarser."""
 
 _ZEROS: Final = bytes(1 << 20)
+_POPULATE_WRITE: Final = 23
+"""MADV_POPULATE_WRITE of Linux 5.14 and later, which Python has no name for."""
 
 
 def advise_random(mapping: mmap.mmap) -> None:
@@ -133,19 +141,70 @@ def reserve(descriptor: int, size: int, directory: str) -> None:
         raise
 
 
+def is_allocated(descriptor: int, size: int) -> bool:
+    """Tell whether a file has as many blocks as so many bytes take; where that is not counted, it has."""
+    return not hasattr(os.fstat(descriptor), "st_blocks") or _occupied_bytes(descriptor) >= size
+
+
+def populate(mapping: mmap.mmap, start: int, length: int) -> bool:
+    """Make the pages of a shared mapping ready to be stored to, without storing: no later store can fail.
+
+    Args:
+        mapping: Writable.
+        start: Where the pages begin, a multiple of the system's page size.
+        length: Bytes.
+
+    Returns:
+        Whether the system can do that.
+
+    Raises:
+        OSError: storing would raise SIGBUS (EFAULT), as it does where a full disk has no block for the page.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        mapping.madvise(_POPULATE_WRITE, start, length)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # an older kernel
+            return False
+        raise
+    return True
+
+
+def allocate_range(descriptor: int, start: int, length: int) -> bool:
+    """Give blocks to a range of a file, changing nothing that is stored.
+
+    Returns:
+        Whether the system can do that.
+
+    Raises:
+        OSError: there are none (ENOSPC), or the file can't be written.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return False
+    try:
+        os.posix_fallocate(descriptor, start, length)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            return False
+        raise
+    return True
+
+
+def write_again(descriptor: int, at: int) -> None:
+    """Write the byte that a file holds at a place to it, for which its block is taken."""
+    byte = read_at(descriptor, 1, at)
+    os.lseek(descriptor, at, os.SEEK_SET)
+    os.write(descriptor, byte)
+
+
 def _occupied_bytes(descriptor: int) -> int:
     return int(getattr(os.fstat(descriptor), "st_blocks", 0)) * 512
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-    _write_zeros(descriptor, 0, size)
+    if not allocate_range(descriptor, 0, size):
+        _write_zeros(descriptor, 0, size)
 
 
 def extend(descriptor: int, size: int, directory: str) -> None:
@@ -188,6 +247,27 @@ def sync_mapping(mapping: mmap.mmap, descriptor: int) -> None:
     """Return once everything written to a mapping is on the device."""
     mapping.flush()
     sync_file(descriptor)
+
+
+def sync_mapped(mapping: mmap.mmap, path: Path) -> None:
+    """Return once everything written to a file's mapping is on the device.
+
+    The file is opened and synced first, which releases the interpreter's lock, as `mmap.flush` does not. The
+    mapping is synced in any case: it sees every failure to write back since it was made.
+
+    Raises:
+        OSError: writing back has failed.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+    except OSError:  # no descriptor is left, or the file has lost its name
+        mapping.flush()
+        return
+    try:
+        sync_file(descriptor)
+    finally:
+        os.close(descriptor)
+        mapping.flush()
 
 
 def boot_identity() -> str:

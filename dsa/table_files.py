@@ -9,7 +9,7 @@ from typing import Any
 
 from dsa import system
 from dsa.backends.base import StateBackend
-from dsa.backends.memmap import Memmap, MemmapBackend, choose_stride, file_bytes
+from dsa.backends.memmap import Memmap, MemmapBackend, choose_stride, file_bytes, stored_bytes
 from dsa.backends.zarr import Zarr, ZarrBackend
 from dsa.backends.zarr_compressed import CACHE_BYTES, OVERLAY_BYTES, CompressedZarrBackend
 from dsa.backends.zarr_group import describe_group, disk_bytes
@@ -185,7 +185,7 @@ def match_layout(
     match_kind(name, description, asked)
     if isinstance(asked, Memmap) and asked.stride is not None:
         stride = description.get("stride")
-        if choose_stride(schema.dtype.itemsize, asked.stride) != stride:
+        if choose_stride(stored_bytes(schema), asked.stride) != stride:
             raise StateMismatchError(
                 f"table {name!r} is stored with a stride of {stride} bytes, which stride={asked.stride!r} is "
                 "not: leave the stride out"

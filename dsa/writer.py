@@ -181,6 +181,19 @@ class WriteBehind:
         if not self._threaded and _bytes_of(self._queue) >= self._collected:
             self._write_oldest()
 
+    def reserve(self, rows: Rows) -> None:
+        """Pass on the rows that are not waiting: those were reserved before they were queued.
+
+        The thread may be storing them at this moment.
+
+        Raises:
+            DiskSpaceError: there is not enough room.
+        """
+        self._require_process()
+        with self._lock:
+            rows = rows[self._index.get(rows) < 0] if len(self._index) else rows
+        self._backend.reserve(rows)
+
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, queued records included."""
         self._require_running()

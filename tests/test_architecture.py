@@ -78,7 +78,9 @@ FLOORS = [
         [
             "dsa.backends.chunk_cache",
             "dsa.backends.cold_reads",
+            "dsa.backends.holes",
             "dsa.backends.mapping",
+            "dsa.backends.settling",
             "dsa.backends.zarr_group",
         ],
     ),
@@ -103,6 +105,7 @@ FLOORS = [
         "single passes",
         [
             "dsa.kernels",
+            "dsa.kernels.checksums",
             "dsa.kernels.geodesic",
             "dsa.kernels.prefetching",
             "dsa.kernels.random",

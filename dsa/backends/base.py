@@ -26,12 +26,20 @@ class StateBackend(Protocol):
 
     *Fresh records.* A record that was never written reads as zero bytes in every field.
 
+    *Damage.* A backend that can tell that a record is not as it was written (torn by a loss of power, changed
+    on the disk) hands it out with a negative stamp, ``s`` = `dsa.schema.TORN`, and whatever the other fields
+    hold; it does not raise, so that the rows beside it stay usable. Writing the record again heals it. Where
+    records have no int32 ``s`` per row there is nothing to mark, and a backend may raise instead. What can't
+    be opened as a whole (a file that is missing, or of another size) is refused when it is opened.
+
     *Threads.* One `write` at a time. `read` may run beside other `read`s, and beside a `write` of other rows;
-    a `read` of rows that are being written at the same time may return any mixture of old and new fields.
+    a `read` of rows that are being written at the same time may return any mixture of old and new fields,
+    marked or not. `reserve` may run beside a `write` of other rows.
 
     *Failure.* After an exception from `read` nothing has changed. After an exception from `write` any subset
-    of the rows named may be new, in whole or in part; no other row has changed. Exceptions of the operating
-    system propagate unchanged.
+    of the rows named may be new, in whole or in part; no other row has changed. After an exception from
+    `reserve` nothing that is stored has changed. Exceptions of the operating system propagate unchanged; an
+    error of a sync is raised by the `flush` that met it, which does not try again.
 
     *Not promised.* Durability before `flush` returns, order between writes on disk, atomicity of a `write`:
     those are the journal's work.
@@ -61,6 +69,19 @@ class StateBackend(Protocol):
         Args:
             rows: ``(B,)`` int64, strictly increasing.
             records: ``(B,)`` of `schema.dtype`, C-contiguous.
+        """
+        ...
+
+    def reserve(self, rows: Rows) -> None:
+        """Return once `rows` can be written without running out of disk; nothing that is stored changes.
+
+        Nothing is to be done where running out of disk is an ordinary error of `write`.
+
+        Args:
+            rows: ``(B,)`` int64, strictly increasing.
+
+        Raises:
+            DiskSpaceError: there is not enough room.
         """
         ...
 

@@ -1,8 +1,11 @@
 """One field of a compressed live Zarr table: shards of small chunks that are replaced as a whole.
 
 A shard is written under another name, synced, and renamed: whoever reads the group, and whoever opens it
-after a kill or a loss of power, sees the old shard or the new one. The places of all chunks are kept in
-memory, 16 bytes for each.
+after a kill or a loss of power, sees the old shard or the new one, whole. The places of all chunks are kept
+in memory, 16 bytes for each.
+
+A chunk that can't be decompressed, or fails zstd's checksum, is damage to its rows: whoever asked for it is
+told. A shard that another process has replaced, or cut, since its index was read is another matter: an error.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import io
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
@@ -24,11 +27,13 @@ from dsa.backends.zarr_group import LABEL_BYTES, corrupt, shard_files, shard_lab
 from dsa.errors import StateCorruptError
 from dsa.kernels.columns import Units, scatter_column, unit_of, units_of
 from dsa.kernels.threads import run_slices
-from dsa.schema import Records, Rows
+from dsa.schema import TORN, Records, Rows
 from dsa.shards.encoding import decode_chunk, encode_chunk, index_bytes, place_index, read_index
 from dsa.shards.layout import ArrayLayout
 
 __all__ = ["CompressedArray", "Replacement", "make_empty_shards"]
+
+_Identity = tuple[int, int, int, int]
 
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 
@@ -40,13 +45,27 @@ class Replacement(NamedTuple):
         shard: Its number.
         chunks: The chunks that differ, as numbers in the table, increasing.
         rows: Their rows, one chunk after the other.
-        places: Offset and length of each chunk of the shard.
+        damaged: Those of the chunks whose other rows are lost, and zero.
+        places: Where the chunks of the shard are.
     """
 
     shard: int
     chunks: NDArray[np.int64]
     rows: Units
-    places: NDArray[np.int64]
+    damaged: list[int]
+    places: _Places
+
+
+class _Places(NamedTuple):
+    """Where the chunks of a shard are.
+
+    Args:
+        file: Device, number, length and time of change of the file that this is true of.
+        spans: ``(chunks, 2)``, offset and length of each.
+    """
+
+    file: _Identity
+    spans: NDArray[np.int64]
 
 
 @final
@@ -70,7 +89,7 @@ class CompressedArray:
         self.unit = unit_of(layout.spec.row_bytes)
         self.column = offset // self.unit.itemsize
         self._files = shard_files(table, layout)
-        self._places: list[NDArray[np.int64] | None] = [None] * layout.shards
+        self._places: list[_Places | None] = [None] * layout.shards
         self._unsynced: set[int] = set()
         for shard in range(layout.shards):
             self._known(shard)
@@ -80,7 +99,7 @@ class CompressedArray:
         """The shards' files."""
         return iter(self._files)
 
-    def decode(self, chunks: NDArray[np.int64], blocks: list[Units], lock: threading.Lock) -> None:
+    def decode(self, chunks: NDArray[np.int64], blocks: list[Units], lock: threading.Lock) -> list[int]:
         """Decompress chunks into blocks of rows.
 
         Args:
@@ -88,17 +107,25 @@ class CompressedArray:
             blocks: As many arrays, each of a chunk's rows.
             lock: Taken while it is looked up where chunks are.
 
+        Returns:
+            The positions of chunks that are damaged, whose blocks are zero.
+
         Raises:
-            StateCorruptError: a chunk is damaged.
+            StateCorruptError: a shard is missing, or not the one whose index was read.
         """
+        damaged = []
         for shard, begin, end in self._by_shard(chunks):
             with lock:
-                places = self._known(shard)[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
+                known = self._known(shard)
                 opened = self._open(shard)
+            spans = known.spans[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
             with opened as file:
-                for k, (offset, length) in enumerate(places, begin):
+                self._require_same(shard, file.fileno(), known)
+                for k, (offset, length) in enumerate(spans, begin):
                     data = system.read_at(file.fileno(), length, offset) if length else b""
-                    self._decode(int(chunks[k]), data, length, blocks[k])
+                    if not self._decode(data, blocks[k]):
+                        damaged.append(k)
+        return damaged
 
     def announce(self, chunks: NDArray[np.int64]) -> None:
         """Announce where chunks lie to the system; see `decode` for them."""
@@ -106,44 +133,47 @@ class CompressedArray:
             known = self._places[shard]  # not read anew: it may be about to change
             if known is None:
                 continue
-            places = known[chunks[begin:end] % self.layout.chunks_per_shard]
+            places = known.spans[chunks[begin:end] % self.layout.chunks_per_shard]
             starts, lengths = places[places[:, 1] > 0].T.tolist()
             with self._open(shard) as file:
                 system.announce_ranges(file.fileno(), starts, lengths)
 
-    def prepare(self, shard: int, rows: Rows, records: Records) -> Replacement:
+    def prepare(self, shard: int, rows: Rows, records: Records, torn: Sequence[int] = ()) -> Replacement:
         """Write a shard anew, in which some rows are other ones, beside the one that is in place.
 
         Args:
             shard: Its number.
             rows: Rows of it, increasing.
             records: The records that their fields are taken from.
+            torn: Chunks whose other rows are set to `TORN`.
 
         Raises:
-            StateCorruptError: a chunk that holds one of the rows is damaged.
+            StateCorruptError: the shard is missing, or not the one whose index was read.
         """
         layout, base = self.layout, shard * self.layout.chunks_per_shard
         owners = rows // layout.chunk_rows
         bounds = run_bounds(owners)
         chunks = owners[bounds[:-1]]
-        places = self._known(shard).tolist()
-        encoded = self._read_chunks(shard, places)
+        encoded = self._read_chunks(shard)
         units, width = units_of(records, self.unit), layout.spec.row_bytes // self.unit.itemsize
         fresh = np.zeros((len(chunks) * layout.chunk_rows, width), self.unit)
 
-        def renew(start: int, stop: int) -> None:
+        def renew(start: int, stop: int) -> list[int]:
+            damaged = []
             for k in range(start // layout.chunk_rows, stop // layout.chunk_rows):
                 block = fresh[k * layout.chunk_rows : (k + 1) * layout.chunk_rows]
                 begin, end, chunk = int(bounds[k]), int(bounds[k + 1]), int(chunks[k])
-                if end - begin < layout.chunk_rows:
-                    self._decode(chunk, encoded[chunk - base], places[chunk - base][1], block)
+                if end - begin < layout.chunk_rows and not self._decode(encoded[chunk - base], block):
+                    damaged.append(chunk)
+                if chunk in torn:
+                    block[...] = TORN
                 first = chunk * layout.chunk_rows
                 scatter_column(block, rows[begin:end], first, units[begin:end], self.column)
                 encoded[chunk - base] = encode_chunk(layout, block)
+            return damaged
 
-        run_slices(renew, len(fresh))
-        self._write(shard, encoded)
-        return Replacement(shard, chunks, fresh, _places_of(encoded))
+        damaged = [chunk for part in run_slices(renew, len(fresh)) for chunk in part]
+        return Replacement(shard, chunks, fresh, damaged, self._write(shard, encoded))
 
     def adopt(self, replacement: Replacement) -> None:
         """Put a shard that was prepared in its place."""
@@ -182,71 +212,78 @@ class CompressedArray:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise corrupt(self._table, f"lacks {self._name(shard)}") from error
 
-    def _known(self, shard: int) -> NDArray[np.int64]:
+    def _known(self, shard: int) -> _Places:
         places = self._places[shard]
         if places is None:
             places = self._places[shard] = self._read_places(shard)
         return places
 
-    def _read_places(self, shard: int) -> NDArray[np.int64]:
+    def _read_places(self, shard: int) -> _Places:
         layout = self.layout
-        where = self._name(shard)
+        where, path = self._name(shard), self._files[shard]
         tail = LABEL_BYTES + index_bytes(layout.chunks_per_shard)
-        opened = self._open(shard)
+        with self._open(shard) as file:
+            identity = _identity(file.fileno())
+            data_bytes = identity[2] - tail
+            stored = system.read_at(file.fileno(), tail, data_bytes) if data_bytes >= 0 else b""
+        sizes = f"{identity[2]:,} bytes, of which the last {tail:,} should be its label and index"
         try:
-            with opened as file:
-                data_bytes = os.fstat(file.fileno()).st_size - tail
-                stored = system.read_at(file.fileno(), tail, data_bytes) if data_bytes >= 0 else b""
             places = read_index(layout, stored[LABEL_BYTES:], data_bytes)
         except StateCorruptError as error:
-            what = f"is damaged: the index of {where} does not match its checksum"
+            what = f"is damaged: {where} ({path.name!r} in {str(path.parent)!r}, {sizes}) has no sound index"
             raise corrupt(self._table, what) from error
         if stored[:LABEL_BYTES] != shard_label(self._identity, self._field, shard):
             raise corrupt(self._table, f"has a damaged or foreign file in place of {where}")
-        return np.array(places, np.int64).reshape(-1, 2)
+        return _Places(identity, np.array(places, np.int64).reshape(-1, 2))
 
-    def _read_chunks(self, shard: int, places: list[list[int]]) -> list[bytes | memoryview]:
+    def _require_same(self, shard: int, file: int, known: _Places) -> None:
+        found = _identity(file)
+        if found != known.file:
+            sizes = f"{found[2]:,} bytes instead of {known.file[2]:,}"
+            what = f"is in use: {self._name(shard)} was replaced or cut by somebody else ({sizes})"
+            raise corrupt(self._table, what)
+
+    def _read_chunks(self, shard: int) -> list[bytes | memoryview]:
+        known = self._known(shard)
         with self._open(shard) as file:
+            self._require_same(shard, file.fileno(), known)
             data = memoryview(file.read())
-        if any(offset + length > len(data) for offset, length in places):
-            raise corrupt(self._table, f"is damaged: {self._name(shard)} is truncated")
-        return [data[offset : offset + length] for offset, length in places]
+        return [data[offset : offset + length] for offset, length in known.spans.tolist()]
 
-    def _decode(self, chunk: int, data: bytes | memoryview, length: int, block: Units) -> None:
+    def _decode(self, data: bytes | memoryview, block: Units) -> bool:
+        """Decompress a chunk into a block, which is zero if that can't be done; tell whether it could."""
         try:
-            if len(data) != length:
-                raise StateCorruptError(f"its file ends {length - len(data)} bytes early")
             decode_chunk(self.layout, data, out=block)
-        except StateCorruptError as error:
-            name, first = self.layout.spec.name, chunk * self.layout.chunk_rows
-            raise corrupt(
-                self._table,
-                f"is damaged: chunk {chunk} of its field {name!r}, with the rows from {first} to "
-                f"{first + self.layout.chunk_rows - 1}, can't be read ({error})",
-            ) from error
+        except StateCorruptError:
+            block[...] = 0
+            return False
+        return True
 
-    def _write(self, shard: int, encoded: list[bytes | memoryview]) -> None:
+    def _write(self, shard: int, encoded: list[bytes | memoryview]) -> _Places:
         label = shard_label(self._identity, self._field, shard)
-        index = place_index([len(chunk) for chunk in encoded])
-        _write_synced(_temporary(self._files[shard]), b"".join([*encoded, label, index]))
+        lengths = np.array([len(chunk) for chunk in encoded])
+        index = place_index(lengths.tolist())
+        identity = _write_synced(_temporary(self._files[shard]), b"".join([*encoded, label, index]))
+        return _Places(identity, np.stack([np.cumsum(lengths) - lengths, lengths], axis=1))
 
 
-def _places_of(encoded: list[bytes | memoryview]) -> NDArray[np.int64]:
-    lengths = np.array([len(chunk) for chunk in encoded])
-    return np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
+def _identity(file: int) -> _Identity:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _temporary(file: Path) -> Path:
     return file.with_name(f"{file.name}.tmp")
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _write_synced(path: Path, data: bytes) -> _Identity:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o644)
     try:
         left = memoryview(data)
         while left:
             left = left[os.write(file, left) :]
         system.sync_file(file)
+        return _identity(file)
     finally:
         os.close(file)
 

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dsa import system
 from dsa.backends.cold_reads import page_runs
-from dsa.backends.mapping import map_file
+from dsa.backends.holes import Holes
+from dsa.backends.mapping import map_file, opened
 from dsa.backends.zarr_group import LABEL_BYTES, corrupt, shard_files, shard_label
-from dsa.kernels.columns import Units, gather_column, scatter_column, unit_of, units_of
-from dsa.schema import Records, Rows
+from dsa.kernels.checksums import factors
+from dsa.kernels.columns import (
+    Units,
+    gather_column,
+    gather_summed,
+    scatter_column,
+    scatter_summed,
+    unit_of,
+    units_of,
+)
+from dsa.kernels.layout import Words
+from dsa.schema import Rows
 from dsa.shards.encoding import index_bytes, raw_index
 from dsa.shards.layout import ArrayLayout
 
 __all__ = ["MappedArray", "make_shards"]
-
-_MODE: Final = getattr(os, "O_BINARY", 0)
 
 
 class _Part(NamedTuple):
@@ -43,24 +52,39 @@ class MappedArray:
         field: The field's place in the record.
         offset: Where the field lies in a record, in bytes.
         writable: Whether it may be written to.
+        sparse: Whether its shards were made without blocks for all rows.
+        units: Units of the record before those of the field, for the checksum.
 
     Raises:
         StateCorruptError: a shard is missing, truncated, extended, damaged in its index or another one.
     """
 
     def __init__(
-        self, table: Path, identity: str, layout: ArrayLayout, field: int, offset: int, writable: bool
+        self,
+        table: Path,
+        identity: str,
+        layout: ArrayLayout,
+        field: int,
+        offset: int,
+        *,
+        writable: bool,
+        sparse: bool,
+        units: int = 0,
     ) -> None:
         self._layout = layout
         self._unit = unit_of(layout.spec.row_bytes)
         self._column = offset // self._unit.itemsize
+        self.width = layout.spec.row_bytes // self._unit.itemsize
+        self._factors = factors(units + self.width)[units:]
+        self._sparse = sparse
         self._bounds = np.arange(layout.shards + 1) * layout.shard_rows
         self._files = shard_files(table, layout)
-        self._mode = (os.O_RDWR if writable else os.O_RDONLY) | _MODE
+        self._writable = writable
         # What a process before this one has written may be in the page cache only.
         self._unsynced = set(range(layout.shards)) if writable else set()
         self._mappings: list[mmap.mmap] = []
         self._shards: list[Units] = []
+        self._holes: list[Holes | None] = []
         try:
             for shard in range(layout.shards):
                 self._map(table, shard_label(identity, field, shard), shard)
@@ -68,37 +92,47 @@ class MappedArray:
             self.release()
             raise
 
-    def gather(self, rows: Rows, records: Records) -> None:
-        """Fill the field of records."""
+    def gather(self, rows: Rows, records: NDArray[Any], sums: Words | None = None) -> None:
+        """Fill the field of records, and add it to their checksums."""
         units = units_of(records, self._unit)
         for shard, start, stop in self._parts(rows):
-            gather_column(
-                self._shards[shard], rows[start:stop], self._bounds[shard], units[start:stop], self._column
-            )
+            table, first = self._shards[shard], self._bounds[shard]
+            part, some = units[start:stop], rows[start:stop]
+            if sums is None:
+                gather_column(table, some, first, part, self._column)
+            else:
+                gather_summed(table, some, first, part, self._column, self._factors, sums[start:stop])
 
-    def scatter(self, rows: Rows, records: Records) -> None:
-        """Write the field of records."""
+    def scatter(self, rows: Rows, records: NDArray[Any], sums: Words | None = None) -> None:
+        """Write the field of records, and add it to their checksums."""
         units = units_of(records, self._unit)
         for shard, start, stop in self._parts(rows):
+            table, first = self._shards[shard], self._bounds[shard]
+            part, some = units[start:stop], rows[start:stop]
             try:
-                scatter_column(
-                    self._shards[shard],
-                    rows[start:stop],
-                    self._bounds[shard],
-                    units[start:stop],
-                    self._column,
-                )
+                if sums is None:
+                    scatter_column(table, some, first, part, self._column)
+                else:
+                    scatter_summed(table, some, first, part, self._column, self._factors, sums[start:stop])
             finally:
                 self._unsynced.add(shard)  # afterwards: a flush that began before must not count for it
 
-    def copy_range(self, first: int, records: Records) -> None:
-        """Fill the field of the records of consecutive rows."""
-        units, done, width = units_of(records, self._unit), 0, self._shards[0].shape[1]
-        while done < len(records):
-            shard, at = divmod(first + done, self._layout.shard_rows)
-            block = self._shards[shard][at : at + len(records) - done]
-            units[done : done + len(block), self._column : self._column + width] = block
-            done += len(block)
+    def holes_under(self, rows: Rows) -> NDArray[np.bool_]:
+        """Tell of which rows some page may be a hole."""
+        found = np.zeros(len(rows), np.bool_)
+        for holes, part, starts in self._sparse_parts(rows):
+            found[part.start : part.stop] = holes.under(starts, self._layout.spec.row_bytes)
+        return found
+
+    def note_whole(self, rows: Rows) -> None:
+        """Take in that the pages under rows are no holes."""
+        for holes, _, starts in self._sparse_parts(rows):
+            holes.note(starts, self._layout.spec.row_bytes)
+
+    def fill_holes(self, rows: Rows) -> None:
+        """Give blocks to the pages under rows; see `Holes.fill`."""
+        for holes, _, starts in self._sparse_parts(rows):
+            holes.fill(starts, self._layout.spec.row_bytes)
 
     def announce(self, rows: Rows) -> None:
         """Announce the pages of rows to the system."""
@@ -121,8 +155,7 @@ class MappedArray:
         for shard in sorted(self._unsynced):
             self._unsynced.discard(shard)
             try:
-                with self._open(shard) as file:
-                    system.sync_mapping(self._mappings[shard], file)
+                system.sync_mapped(self._mappings[shard], self._files[shard])
             except BaseException:
                 self._unsynced.add(shard)
                 raise
@@ -130,7 +163,7 @@ class MappedArray:
     def release(self) -> None:
         """Unmap the shards."""
         mappings, self._mappings = self._mappings, []
-        self._shards = []
+        self._shards, self._holes = [], []
         for mapping in mappings:
             # An exception that is still being handled may hold a view; the mapping goes when that goes.
             with contextlib.suppress(BufferError):
@@ -138,25 +171,36 @@ class MappedArray:
 
     def _map(self, table: Path, label: bytes, shard: int) -> None:
         layout = self._layout
-        where = f"shard {shard} of its field {layout.spec.name!r}"
+        path, where = self._files[shard], f"shard {shard} of its field {self._layout.spec.name!r}"
         expected = _file_bytes(layout)
         try:
-            with self._open(shard) as file:
+            with opened(path, os.O_RDWR if self._writable else os.O_RDONLY) as file:
                 size = os.fstat(file).st_size
                 if size != expected:
                     what = "truncated" if size < expected else "longer than it was made"
-                    raise corrupt(table, f"is damaged: {where} is {what}, {size:,} bytes")
-                mapping = map_file(file, self._files[shard], size, self._mode & os.O_RDWR != 0)
+                    sizes = f"{size:,} bytes instead of {expected:,}"
+                    raise corrupt(
+                        table,
+                        f"is damaged: {where} ({path.name!r} in {str(path.parent)!r}) is {what}, {sizes}",
+                    )
+                mapping = map_file(file, path, size, self._writable)
+                whole = not self._sparse and system.is_allocated(file, self._needed_bytes(shard))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise corrupt(table, f"lacks {where}") from error
-        except OSError as error:
-            raise (_too_many(table, error) if error.errno == errno.EMFILE else error) from None
         self._mappings.append(mapping)
         if mapping[layout.shard_bytes :] != label + raw_index(layout.chunks_per_shard, layout.chunk_bytes):
             raise corrupt(table, f"has a damaged or foreign file in place of {where}")
         # The rows beyond the array's end are never touched.
         units = np.frombuffer(mapping, self._unit, layout.shard_bytes // self._unit.itemsize)
         self._shards.append(units.reshape(layout.shard_rows, -1))
+        self._holes.append(Holes(path, mapping) if self._writable and not whole else None)
+
+    def _needed_bytes(self, shard: int) -> int:
+        """Return what a shard occupies whose rows all have blocks: of the last one, some rows are no rows."""
+        spec = self._layout.spec
+        used = min(self._layout.shard_bytes, (spec.rows - int(self._bounds[shard])) * spec.row_bytes)
+        tail = self._layout.shard_bytes - self._layout.shard_bytes % system.PAGE
+        return used + (_file_bytes(self._layout) - max(used, tail))
 
     def _parts(self, rows: Rows) -> Iterator[_Part]:
         if len(self._shards) == 1:
@@ -167,34 +211,22 @@ class MappedArray:
             if cuts[shard] < cuts[shard + 1]:
                 yield _Part(shard, cuts[shard], cuts[shard + 1])
 
+    def _sparse_parts(self, rows: Rows) -> Iterator[tuple[Holes, _Part, Rows]]:
+        """Yield the rows of each shard that may have holes: the holes, which rows, and where they lie."""
+        for part in self._parts(rows):
+            holes = self._holes[part.shard]
+            if holes is not None and part.stop > part.start:
+                places = rows[part.start : part.stop] - self._bounds[part.shard]
+                yield holes, part, places * self._layout.spec.row_bytes
+
     def _announce(self, shard: int, starts: list[int], lengths: list[int]) -> None:
         # Announcing is advice; what is wrong with a file shows when it is read.
-        with contextlib.suppress(OSError), self._open(shard) as file:
+        with contextlib.suppress(OSError), opened(self._files[shard], os.O_RDONLY) as file:
             system.announce_ranges(file, starts, lengths)
-
-    def _open(self, shard: int) -> contextlib.AbstractContextManager[int]:
-        # A mapping keeps a descriptor of its own: with another one for each shard there would be too many.
-        return _closing(os.open(self._files[shard], self._mode))
-
-
-@contextlib.contextmanager
-def _closing(file: int) -> Iterator[int]:
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _file_bytes(layout: ArrayLayout) -> int:
     return layout.shard_bytes + LABEL_BYTES + index_bytes(layout.chunks_per_shard)
-
-
-def _too_many(table: Path, error: OSError) -> OSError:
-    return OSError(
-        error.errno,
-        f"the shards of the table {str(table)!r} can't all be mapped ({error.strerror}): raise the limit "
-        "(ulimit -n), or make the table with larger shards, backend=Zarr(shard_bytes=...)",
-    )
 
 
 def make_shards(table: Path, identity: str, layout: ArrayLayout, field: int, *, reserve: bool) -> None:
@@ -213,7 +245,7 @@ def make_shards(table: Path, identity: str, layout: ArrayLayout, field: int, *, 
     left = layout.spec.rows * layout.spec.row_bytes
     for shard, path in enumerate(shard_files(table, layout)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _closing(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _MODE, 0o644)) as file:
+        with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
             if reserve:
                 system.reserve(file, min(left, layout.shard_bytes), str(table.parent))
             os.ftruncate(file, layout.shard_bytes)

@@ -4,13 +4,18 @@ A row's fields lie together in one record, because a cold step is bound by pages
 row of 128 elements costs 10.3 KiB of reading, with one record 5.1 KiB.
 
 *The stride rule.* Records are packed unless a stride that never makes a record cross a page it need not cross
-(a divisor of 4,096 bytes, or a multiple of it) costs at most an eighth more disk. A packed record of 1,544
+(a divisor of 4,096 bytes, or a multiple of it) costs at most an eighth more disk. A packed record of 1,548
 bytes (128 elements) touches 1.37 pages on average; padding it to 2,048 would save that third and cost a third
 of the disk. ``stride="page"`` pads whatever it costs.
 
 File: a header page (magic, checksum, JSON), then ``rows * stride`` bytes. The header repeats the description
 and carries the table's id, so that truncated, extended, swapped and foreign files are told apart from sound
 ones when the file is opened.
+
+*Checksums.* Where records have a stamp, each is followed by a checksum of its words
+(`dsa.kernels.checksums`), computed and verified while they are copied. A page that a loss of power has left
+old beside a new one, or a bit that the disk has lost, is thereby known: the record is handed out with the
+stamp `dsa.schema.TORN`. It was measured to cost nothing beside the copying.
 """
 
 from __future__ import annotations
@@ -32,18 +37,22 @@ import numpy as np
 
 from dsa import system
 from dsa.backends.cold_reads import ColdReads, page_runs
-from dsa.backends.mapping import Allocate, check_allocate, map_file
+from dsa.backends.holes import Holes
+from dsa.backends.mapping import Allocate, check_allocate, map_file, opened
+from dsa.backends.settling import settle
 from dsa.errors import StateClosedError, StateCorruptError
+from dsa.kernels.checksums import factors
 from dsa.kernels.layout import Words, as_words
-from dsa.kernels.rows import gather_words, scatter_words
+from dsa.kernels.rows import gather_checked, gather_words, scatter_checked, scatter_words
 from dsa.kernels.threads import run_slices
-from dsa.schema import Records, Rows, Schema
+from dsa.schema import Records, Rows, Schema, has_stamp
 
-__all__ = ["Allocate", "Memmap", "MemmapBackend", "Stride", "choose_stride", "file_bytes"]
+__all__ = ["Allocate", "Memmap", "MemmapBackend", "Stride", "choose_stride", "file_bytes", "stored_bytes"]
 
 Stride = int | Literal["packed", "page"] | None
 
-_MAGIC: Final = b"dsa-table-1\n"
+_MAGIC: Final = b"dsa-table-2\n"
+_FORMER_MAGIC: Final = b"dsa-table-1\n"
 _BLOCK_BYTES: Final = 4 << 20
 
 
@@ -59,6 +68,17 @@ class Memmap:
     stride: Stride = None
 
 
+def stored_bytes(schema: Schema) -> int:
+    """Return the bytes of a record in the file: its checksum follows it, where it has a stamp.
+
+    Example:
+        >>> from dsa.schema import adam_schema
+        >>> stored_bytes(adam_schema(dim=128))
+        1548
+    """
+    return schema.dtype.itemsize + (4 if has_stamp(schema) else 0)
+
+
 def choose_stride(record_bytes: int, stride: Stride = None) -> int:
     """Return the distance between two records in bytes, by the rule in the module's docstring.
 
@@ -66,8 +86,8 @@ def choose_stride(record_bytes: int, stride: Stride = None) -> int:
         ValueError: an explicit stride is too short or not a multiple of four.
 
     Example:
-        >>> choose_stride(1544), choose_stride(1544, "page"), choose_stride(500), choose_stride(6152, "page")
-        (1544, 2048, 512, 8192)
+        >>> choose_stride(1548), choose_stride(1548, "page"), choose_stride(500), choose_stride(6152, "page")
+        (1548, 2048, 512, 8192)
     """
     if stride is None:
         page = _page_stride(record_bytes)
@@ -92,7 +112,7 @@ def _page_stride(record_bytes: int) -> int:
 
 def file_bytes(rows: int, schema: Schema, stride: Stride = None) -> int:
     """Return the size of a table's file in bytes."""
-    return system.PAGE + rows * choose_stride(schema.dtype.itemsize, stride)
+    return system.PAGE + rows * choose_stride(stored_bytes(schema), stride)
 
 
 @final
@@ -119,20 +139,25 @@ class MemmapBackend:
     """
 
     def __init__(self, file: int, path: Path, header: dict[str, Any], schema: Schema, writable: bool) -> None:
-        """Map an open file; `create` and `open` are the ways to call this."""
-        self._file = file
+        """Map an open file, which is not needed afterwards; `create` and `open` are the ways to call this."""
         self._path = path
         self._header = header
         self._schema = schema
         self._rows: int = header["rows"]
         self._stride: int = header["stride"]
         self._dtype = schema.dtype
-        self._width = self._dtype.itemsize // 4
+        self._record_bytes = stored_bytes(schema)
+        # Without a stamp there is nothing to mark, and no checksum.
+        self._stamp = schema.offset("s") // 4 if has_stamp(schema) else -1
+        self._factors = factors(self._dtype.itemsize // 4)
         self._reads = ColdReads()
         size = system.PAGE + self._rows * self._stride
         self._mapping: mmap.mmap | None = map_file(file, path, size, writable)
         words = np.frombuffer(self._mapping, np.int32, offset=system.PAGE)
         self._table: Words = words.reshape(self._rows, self._stride // 4)
+        # A copy of a file that was reserved may have holes.
+        whole = header["allocate"] == "reserve" and system.is_allocated(file, size)
+        self._holes = None if whole or not writable else Holes(path, self._mapping)
 
     @classmethod
     def create(
@@ -146,8 +171,8 @@ class MemmapBackend:
             schema: Layout of a record.
             stride: None for the rule, ``"packed"``, ``"page"``, or bytes.
             allocate: ``"reserve"`` allocates every block now, so that no later step can run out of disk.
-                ``"sparse"`` allocates a block when it is first written: a full disk then kills the process
-                (SIGBUS) in the middle of a step.
+                ``"sparse"`` allocates a block when `reserve` names its rows, or when it is first written: a
+                full disk then kills the process (SIGBUS).
 
         Raises:
             FileExistsError: the file exists.
@@ -161,23 +186,26 @@ class MemmapBackend:
             "kind": "memmap",
             "id": secrets.token_hex(8),
             "rows": rows,
-            "stride": choose_stride(schema.dtype.itemsize, stride),
+            "stride": choose_stride(stored_bytes(schema), stride),
+            "allocate": allocate,
             "schema": schema.to_json(),
         }
         page = _header_page(header)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+        made = False
         try:
-            size = system.PAGE + rows * header["stride"]
-            if allocate == "reserve":
-                system.reserve(file, size, str(path.parent))
-            else:
-                os.ftruncate(file, size)
-            os.lseek(file, 0, os.SEEK_SET)
-            os.write(file, page)
-            return cls(file, path, header, schema, writable=True)
+            with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+                made = True
+                size = system.PAGE + rows * header["stride"]
+                if allocate == "reserve":
+                    system.reserve(file, size, str(path.parent))
+                else:
+                    os.ftruncate(file, size)
+                os.lseek(file, 0, os.SEEK_SET)
+                os.write(file, page)
+                return cls(file, path, header, schema, writable=True)
         except BaseException:
-            os.close(file)
-            os.unlink(path)
+            if made:
+                os.unlink(path)
             raise
 
     @classmethod
@@ -190,17 +218,13 @@ class MemmapBackend:
         """
         schema = Schema.from_json(description.get("schema"))
         try:
-            file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | getattr(os, "O_BINARY", 0))
+            with opened(path, os.O_RDWR if writable else os.O_RDONLY) as file:
+                _check_file(file, path, description)
+                return cls(file, path, copy.deepcopy(description), schema, writable)
         except (FileNotFoundError, IsADirectoryError) as error:
             raise StateCorruptError(
                 f"the table file {str(path)!r} is missing: restore it from a copy, or start over"
             ) from error
-        try:
-            _check_file(file, path, description)
-            return cls(file, path, copy.deepcopy(description), schema, writable)
-        except BaseException:
-            os.close(file)
-            raise
 
     @property
     def schema(self) -> Schema:
@@ -222,9 +246,9 @@ class MemmapBackend:
 
     def read(self, rows: Rows, out: Records | None = None) -> Records:
         """Return copies of the records of `rows`, in `out` if that is given."""
-        table = self._open_table()
+        self._open_table()
         records = np.empty(len(rows), self._dtype) if out is None else out
-        self._reads.read(rows, self._announce, lambda: gather_words(table, rows, as_words(records)[0]))
+        self._reads.read(rows, self._announce, lambda: self._gather(rows, records))
         return records
 
     def write(self, rows: Rows, records: Records) -> None:
@@ -239,7 +263,35 @@ class MemmapBackend:
                 errno.EROFS, f"the table file {str(self._path)!r} was opened for reading: open it writable"
             )
         words = as_words(records)[0]
-        run_slices(lambda start, stop: scatter_words(table, rows[start:stop], words[start:stop]), len(rows))
+
+        def scatter(start: int, stop: int) -> None:
+            if self._stamp < 0:
+                scatter_words(table, rows[start:stop], words[start:stop])
+            else:
+                scatter_checked(table, rows[start:stop], words[start:stop], self._factors)
+
+        run_slices(scatter, len(rows))
+
+    def reserve(self, rows: Rows) -> None:
+        """Take the blocks under `rows` that have none; nothing is done for a file that has all of its blocks.
+
+        Raises:
+            DiskSpaceError: there are not enough.
+        """
+        self._open_table()
+        if self._holes is None:
+            return
+        starts = system.PAGE + rows * self._stride
+        unknown = self._holes.under(starts, self._record_bytes)
+        if not unknown.any():
+            return
+        rows, starts = rows[unknown], starts[unknown]
+        if self._stamp >= 0:
+            # A record that was written whole has its blocks.
+            sound = self.read(rows)["s"] > 0
+            self._holes.note(starts[sound], self._record_bytes)
+            starts = starts[~sound]
+        self._holes.fill(starts, self._record_bytes)
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, a few megabytes each, reading one block ahead."""
@@ -249,7 +301,7 @@ class MemmapBackend:
         for first in range(start, stop, block):
             last = min(stop, first + block)
             records = np.empty(last - first, self._dtype)
-            as_words(records)[0][:] = self._open_table()[first:last, : self._width]
+            self._gather(np.arange(first, last), records)
             self._announce_range(last, min(stop, last + block))
             yield first, records
 
@@ -259,10 +311,13 @@ class MemmapBackend:
         self._reads.hint(rows, self._announce)
 
     def flush(self) -> None:
-        """Write every changed page to the device and wait for it."""
-        self._open_table()
-        if self._mapping is not None:
-            system.sync_mapping(self._mapping, self._file)
+        """Write every changed page to the device and wait for it.
+
+        Raises:
+            OSError: the device has refused; what it refused may not be written again by a later flush.
+        """
+        if self._open_table().flags.writeable and self._mapping is not None:
+            system.sync_mapped(self._mapping, self._path)
 
     def close(self) -> None:
         """Flush, unmap and close; closing twice is silent.
@@ -272,8 +327,7 @@ class MemmapBackend:
         if self._mapping is None:
             return
         try:
-            if self._table.flags.writeable:
-                self.flush()
+            self.flush()
         finally:
             self._release()
 
@@ -284,8 +338,8 @@ class MemmapBackend:
     def _release(self) -> None:
         mapping, self._mapping = self._mapping, None
         self._table = np.empty((0, 0), np.int32)
+        self._holes = None
         if mapping is not None:
-            os.close(self._file)
             # An exception that is still being handled may hold a view; the mapping goes when that goes.
             with contextlib.suppress(BufferError):
                 mapping.close()
@@ -297,14 +351,31 @@ class MemmapBackend:
             )
         return self._table
 
+    def _gather(self, rows: Rows, records: Records) -> None:
+        table, words = self._open_table(), as_words(records)[0]
+        if self._stamp < 0:
+            gather_words(table, rows, words)
+        elif gather_checked(table, rows, words, self._factors, self._stamp):
+            settle(self._gather_once, rows, records)
+
+    def _gather_once(self, rows: Rows) -> Records:
+        records = np.empty(len(rows), self._dtype)
+        gather_checked(self._open_table(), rows, as_words(records)[0], self._factors, self._stamp)
+        return records
+
     def _announce(self, rows: Rows) -> None:
-        starts, lengths = page_runs(system.PAGE + rows * self._stride, self._dtype.itemsize)
-        system.announce_ranges(self._file, starts, lengths)
+        self._announce_runs(*page_runs(system.PAGE + rows * self._stride, self._record_bytes))
 
     def _announce_range(self, start: int, stop: int) -> None:
         if stop > start:
             begin, length = system.PAGE + start * self._stride, (stop - start) * self._stride
-            system.announce_ranges(self._file, [begin], [length])
+            self._announce_runs([begin], [length])
+
+    def _announce_runs(self, starts: list[int], lengths: list[int]) -> None:
+        # The mapping has a descriptor of its own; one more, kept for advice, would be one for each table.
+        # Announcing is advice: without a descriptor, pages are read when they are needed.
+        with contextlib.suppress(OSError), opened(self._path, os.O_RDONLY) as file:
+            system.announce_ranges(file, starts, lengths)
 
 
 def _header_page(header: dict[str, Any]) -> bytes:
@@ -320,6 +391,11 @@ def _header_page(header: dict[str, Any]) -> bytes:
 def _check_file(file: int, path: Path, description: dict[str, Any]) -> None:
     os.lseek(file, 0, os.SEEK_SET)
     page = os.read(file, system.PAGE)
+    if page.startswith(_FORMER_MAGIC):
+        raise StateCorruptError(
+            f"the table file {str(path)!r} is of version 1, which this release can't read (it reads version "
+            "2, whose records have checksums): start over, or import a checkpoint"
+        )
     if page != _header_page(description):
         what = "another table's" if page.startswith(_MAGIC) else "not one of dsa's"
         raise StateCorruptError(

@@ -55,6 +55,9 @@ class MemoryBackend:
         """Replace the records of `rows`."""
         self._records[rows] = records
 
+    def reserve(self, rows: Rows) -> None:
+        """Do nothing: memory is not a disk."""
+
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``."""
         for first in range(start, stop, _BLOCK_ROWS):

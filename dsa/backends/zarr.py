@@ -4,7 +4,8 @@ An uncompressed shard is a raw array with an index behind it that never changes,
 and overwritten in place. The directory is a valid Zarr v3 group at every moment, and a reader in this process
 or another sees the live values: ``zarr.open_group(path, mode="r")``, ``xarray.open_zarr(path)``. Whoever
 writes to the group through Zarr replaces files that are mapped here, and their values are lost to training:
-open it for reading.
+open it for reading. The array `c` is dsa's own: a checksum for each row, over all its fields, by which a row
+is known that a loss of power or the disk has damaged.
 
 A row's fields lie in as many places as there are fields. In memory that costs little; where reads reach the
 disk each of them is a page of its own, and `dsa.backends.memmap` is faster.
@@ -26,10 +27,18 @@ from dsa import system
 from dsa.backends.cold_reads import ColdReads
 from dsa.backends.mapped_array import MappedArray, make_shards
 from dsa.backends.mapping import Allocate, check_allocate
-from dsa.backends.zarr_group import array_layouts, check_group, describe_group, sync_tree, write_group
+from dsa.backends.settling import settle
+from dsa.backends.zarr_group import (
+    array_layouts,
+    check_group,
+    checksum_layouts,
+    describe_group,
+    sync_tree,
+    write_group,
+)
 from dsa.errors import DiskSpaceError, StateClosedError
 from dsa.kernels.threads import run_slices
-from dsa.schema import Records, Rows, Schema
+from dsa.schema import TORN, Records, Rows, Schema
 from dsa.shards.documents import Compression
 
 __all__ = ["Zarr", "ZarrBackend"]
@@ -108,13 +117,12 @@ class ZarrBackend:
         self._tree_synced = not writable
         self._reads = ColdReads()
         self._arrays: list[MappedArray] = []
+        self._checksums: MappedArray | None = None
         # Bytes between fields belong to nobody: they are zero in what `read` returns.
         used = sum(self._schema.field_bytes(field) for field in self._schema.fields)
         self._blank = np.empty if used == self._dtype.itemsize else np.zeros
         try:
-            for number, layout in enumerate(array_layouts(description)):
-                offset = self._schema.offset(layout.spec.name)
-                self._arrays.append(MappedArray(path, description["id"], layout, number, offset, writable))
+            self._map(description, writable, sparse=description["allocate"] == "sparse")
         except BaseException:
             self._release()
             raise
@@ -137,8 +145,8 @@ class ZarrBackend:
             schema: Layout of a record.
             shard_bytes: See `Zarr`.
             allocate: ``"reserve"`` allocates every block now, so that no later step can run out of disk.
-                ``"sparse"`` allocates a block when it is first written: a full disk then kills the process
-                (SIGBUS) in the middle of a step.
+                ``"sparse"`` allocates a block when `reserve` names its rows, or when it is first written: a
+                full disk then kills the process (SIGBUS).
 
         Raises:
             FileExistsError: there is something of that name.
@@ -146,8 +154,8 @@ class ZarrBackend:
             OSError: the file system can't hold or map such files, or too many would be open.
         """
         check_allocate(allocate)
-        description = describe_group(rows, schema, None, shard_bytes)
-        layouts = array_layouts(description)
+        description = describe_group(rows, schema, None, shard_bytes) | {"allocate": allocate}
+        layouts = array_layouts(description) + checksum_layouts(description)
         needed = sum(rows * layout.spec.row_bytes for layout in layouts)
         path.mkdir()
         try:
@@ -184,14 +192,9 @@ class ZarrBackend:
 
     def read(self, rows: Rows, out: Records | None = None) -> Records:
         """Return copies of the records of `rows`, in `out` if that is given."""
-        arrays = self._open_arrays()
+        self._open_arrays()
         records = self._blank(len(rows), self._dtype) if out is None else out
-
-        def gather() -> None:
-            for array in arrays:
-                array.gather(rows, records)
-
-        self._reads.read(rows, self._announce, gather)
+        self._reads.read(rows, self._announce, lambda: self._gather(rows, records))
         return records
 
     def write(self, rows: Rows, records: Records) -> None:
@@ -207,10 +210,36 @@ class ZarrBackend:
             )
 
         def scatter(start: int, stop: int) -> None:
+            some, part = rows[start:stop], records[start:stop]
+            sums = np.zeros(len(some), np.int32)
             for array in arrays:
-                array.scatter(rows[start:stop], records[start:stop])
+                array.scatter(some, part, sums)
+            if self._checksums is not None:
+                self._checksums.scatter(some, sums)
 
         run_slices(scatter, len(rows))
+
+    def reserve(self, rows: Rows) -> None:
+        """Take the blocks under `rows` that have none; nothing is done for files that have all of theirs.
+
+        Raises:
+            DiskSpaceError: there are not enough.
+        """
+        arrays = self._all_arrays()
+        unknown = np.zeros(len(rows), np.bool_)
+        for array in arrays:
+            unknown |= array.holes_under(rows)
+        rows = rows[unknown]
+        if len(rows) == 0:
+            return
+        if self._checksums is not None:
+            # A record that was written whole has its blocks.
+            sound = self.read(rows)["s"] > 0
+            for array in arrays:
+                array.note_whole(rows[sound])
+            rows = rows[~sound]
+        for array in arrays:
+            array.fill_holes(rows)
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, a few megabytes each, reading one block ahead."""
@@ -220,8 +249,7 @@ class ZarrBackend:
         for first in range(start, stop, block):
             last = min(stop, first + block)
             records = self._blank(last - first, self._dtype)
-            for array in self._open_arrays():
-                array.copy_range(first, records)
+            self._gather(np.arange(first, last), records)
             self._announce_range(last, min(stop, last + block))
             yield first, records
 
@@ -231,9 +259,12 @@ class ZarrBackend:
         self._reads.hint(rows, self._announce)
 
     def flush(self) -> None:
-        """Write every changed page to the device and wait for it."""
-        arrays = self._open_arrays()
-        for array in arrays:
+        """Write every changed page to the device and wait for it.
+
+        Raises:
+            OSError: the device has refused; what it refused may not be written again by a later flush.
+        """
+        for array in self._all_arrays():
             array.flush()
         if not self._tree_synced:
             sync_tree(self._path, iter(()))
@@ -253,9 +284,60 @@ class ZarrBackend:
         return copy.deepcopy(self._description)
 
     def _release(self) -> None:
-        arrays, self._arrays = self._arrays, []
+        arrays = [*self._arrays, *([] if self._checksums is None else [self._checksums])]
+        self._arrays, self._checksums = [], None
         for array in arrays:
             array.release()
+
+    def _map(self, description: dict[str, Any], writable: bool, sparse: bool) -> None:
+        units = 0
+        for number, layout in enumerate(array_layouts(description)):
+            offset = self._schema.offset(layout.spec.name)
+            array = MappedArray(
+                self._path,
+                description["id"],
+                layout,
+                number,
+                offset,
+                writable=writable,
+                sparse=sparse,
+                units=units,
+            )
+            self._arrays.append(array)
+            units += array.width
+        for layout in checksum_layouts(description):
+            self._checksums = MappedArray(
+                self._path, description["id"], layout, len(self._arrays), 0, writable=writable, sparse=sparse
+            )
+
+    def _gather(self, rows: Rows, records: Records) -> None:
+        if self._gather_marked(rows, records):
+            settle(self._gather_once, rows, records)
+
+    def _gather_marked(self, rows: Rows, records: Records) -> bool:
+        """Fill records, mark those that don't match their checksums, and tell whether there are any."""
+        arrays = self._open_arrays()
+        sums = np.zeros(len(rows), np.int32)
+        for array in arrays:
+            array.gather(rows, records, sums)
+        if self._checksums is None:
+            return False
+        stored = np.empty(len(rows), np.int32)
+        self._checksums.gather(rows, stored)
+        torn = stored != sums
+        found = bool(torn.any())
+        if found:
+            records["s"][torn] = TORN
+        return found
+
+    def _gather_once(self, rows: Rows) -> Records:
+        records = self._blank(len(rows), self._dtype)
+        self._gather_marked(rows, records)
+        return records
+
+    def _all_arrays(self) -> list[MappedArray]:
+        arrays = self._open_arrays()
+        return arrays if self._checksums is None else [*arrays, self._checksums]
 
     def _open_arrays(self) -> list[MappedArray]:
         if not self._arrays:
@@ -265,9 +347,9 @@ class ZarrBackend:
         return self._arrays
 
     def _announce(self, rows: Rows) -> None:
-        for array in self._open_arrays():
+        for array in self._all_arrays():
             array.announce(rows)
 
     def _announce_range(self, start: int, stop: int) -> None:
-        for array in self._open_arrays():
+        for array in self._all_arrays():
             array.announce_range(start, stop)

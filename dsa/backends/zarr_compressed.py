@@ -5,6 +5,8 @@ shard that holds one of its rows, once, each of its chunks at most once: it is m
 `dsa.writer.WriteBehind` collects. Space is taken as rows are written; a full disk is an error of `write`.
 
 Damage is noticed: by the checksum of an index when the table is opened, by that of a chunk when it is read.
+The rows of a damaged chunk are handed out with the stamp `dsa.schema.TORN`, and what else they hold is zero;
+where records have no stamp to say so, it is an error.
 """
 
 from __future__ import annotations
@@ -25,12 +27,19 @@ from numpy.typing import NDArray
 
 from dsa.backends.chunk_cache import ChunkCache, Hold, run_bounds
 from dsa.backends.cold_reads import ColdReads
-from dsa.backends.compressed_array import CompressedArray, make_empty_shards
-from dsa.backends.zarr_group import array_layouts, check_group, describe_group, sync_tree, write_group
+from dsa.backends.compressed_array import CompressedArray, Replacement, make_empty_shards
+from dsa.backends.zarr_group import (
+    array_layouts,
+    check_group,
+    corrupt,
+    describe_group,
+    sync_tree,
+    write_group,
+)
 from dsa.errors import StateClosedError, StateCorruptError
 from dsa.kernels.columns import gather_column, units_of
 from dsa.kernels.threads import run_slices
-from dsa.schema import Records, Rows, Schema
+from dsa.schema import TORN, Records, Rows, Schema, has_stamp
 
 __all__ = ["CACHE_BYTES", "OVERLAY_BYTES", "CompressedZarrBackend"]
 
@@ -79,6 +88,8 @@ class CompressedZarrBackend:
         self._reads = ColdReads()
         self._cache_bytes = cache_bytes
         self._layouts = array_layouts(description)
+        # Without a stamp there is nothing to mark.
+        self._stamp = self._schema.names.index("s") if has_stamp(self._schema) else -1
         self._closed = False
         # How often each shard was replaced.
         self._versions = np.zeros(self._layouts[0].shards, np.int64)
@@ -157,7 +168,8 @@ class CompressedZarrBackend:
         """Return copies of the records of `rows`, in `out` if that is given.
 
         Raises:
-            StateCorruptError: a chunk is damaged; the message names it.
+            StateCorruptError: a shard is missing or was replaced by somebody else, or a chunk is damaged of
+                records without a stamp; the message names it.
         """
         self._require_open()
         records = self._blank(len(rows), self._dtype) if out is None else out
@@ -167,8 +179,10 @@ class CompressedZarrBackend:
     def write(self, rows: Rows, records: Records) -> None:
         """Replace the records of `rows`, rewriting each shard that holds one of them once.
 
+        The other rows of a damaged chunk keep its mark.
+
         Raises:
-            StateCorruptError: a chunk that holds one of the rows is damaged; the message names it.
+            StateCorruptError: as in `read`.
             OSError: the disk is full, or the table was opened for reading only (EROFS).
         """
         self._require_open()
@@ -181,6 +195,10 @@ class CompressedZarrBackend:
         for shard, (start, stop) in enumerate(itertools.pairwise(cuts)):
             if start < stop:
                 self._rewrite(shard, rows[start:stop], records[start:stop])
+
+    def reserve(self, rows: Rows) -> None:
+        """Do nothing: a full disk is an error of `write`, which leaves the shards as they were."""
+        self._require_open()
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, a few megabytes each."""
@@ -270,9 +288,15 @@ class CompressedZarrBackend:
 
         def decode(start: int, stop: int) -> None:
             some = slice(start // rows, stop // rows)
+            places = [slice(slot * rows, (slot + 1) * rows) for slot in slots[some].tolist()]
+            damaged: set[int] = set()
             for array, field in zip(self._arrays, hold.fields, strict=True):
-                blocks = [field[slot * rows : (slot + 1) * rows] for slot in slots[some].tolist()]
-                array.decode(chunks[some], blocks, shared.lock)
+                found = array.decode(chunks[some], [field[place] for place in places], shared.lock)
+                self._require_stamp(array, chunks[some][found])
+                damaged.update(found)
+            for k in damaged:
+                for number, field in enumerate(hold.fields):
+                    field[places[k]] = TORN if number == self._stamp else 0
 
         run_slices(decode, len(chunks) * rows)
 
@@ -288,7 +312,7 @@ class CompressedZarrBackend:
     def _rewrite(self, shard: int, rows: Rows, records: Records) -> None:
         shared = self._enter()
         try:
-            replacements = [array.prepare(shard, rows, records) for array in self._arrays]
+            replacements = self._prepare(shard, rows, records)
             with shared.lock:
                 self._versions[shard] += 1
                 cache, chunks = shared.cache, replacements[0].chunks
@@ -305,6 +329,26 @@ class CompressedZarrBackend:
             for array in self._arrays:
                 array.discard(shard)
             raise
+
+    def _prepare(self, shard: int, rows: Rows, records: Records) -> list[Replacement]:
+        replacements = [array.prepare(shard, rows, records) for array in self._arrays]
+        damaged: set[int] = set()
+        for array, replacement in zip(self._arrays, replacements, strict=True):
+            self._require_stamp(array, np.array(replacement.damaged, np.int64))
+            damaged.update(replacement.damaged)
+        if damaged:
+            stamps = self._arrays[self._stamp]
+            replacements[self._stamp] = stamps.prepare(shard, rows, records, torn=sorted(damaged))
+        return replacements
+
+    def _require_stamp(self, array: CompressedArray, damaged: NDArray[np.int64]) -> None:
+        if self._stamp < 0 and len(damaged):
+            chunk, rows = int(damaged[0]), array.layout.chunk_rows
+            raise corrupt(
+                self._path,
+                f"is damaged: chunk {chunk} of its field {array.layout.spec.name!r}, with the rows from "
+                f"{chunk * rows} to {(chunk + 1) * rows - 1}, does not match its checksum",
+            )
 
     def _announce(self, rows: Rows) -> None:
         shared = self._enter()

@@ -6,10 +6,16 @@
     w/zarr.json      an array; its attribute `dsa_field` names the table's id and the field
     w/c/0/0          a shard: inner chunks, a label, the index
     t/c/0            a shard of a field with one number per row
+    c/zarr.json      without compression: an array of dsa's own, a checksum for each row
 
 A reader takes the chunks from where the index says that they are, so that bytes of our own may lie before it:
 the label, which says of which table, field and place a shard is. Truncated, swapped and foreign files are
 told apart from sound ones when the table is opened.
+
+The checksum of a row is that of `dsa.kernels.checksums` over its fields in the record's order, each number
+cut into int32 words, or into int16 ones where a row of its field is no whole number of words; the n-th word
+has the n-th factor. Rows of zeros have the checksum 0. Compressed chunks have checksums of zstd's and need no
+other.
 
 The documents are compared by what they say and not byte by byte: consolidated metadata or attributes that
 someone adds do no harm.
@@ -28,7 +34,7 @@ import numpy as np
 
 from dsa import system
 from dsa.errors import StateCorruptError
-from dsa.schema import Schema
+from dsa.schema import Schema, has_stamp
 from dsa.shards.documents import DOCUMENT, Compression, array_document, encode_document, group_document
 from dsa.shards.encoding import index_bytes
 from dsa.shards.layout import SHARD_BYTES, ArrayLayout, ArraySpec, plan_layout
@@ -37,6 +43,7 @@ __all__ = [
     "LABEL_BYTES",
     "array_layouts",
     "check_group",
+    "checksum_layouts",
     "corrupt",
     "describe_group",
     "disk_bytes",
@@ -47,6 +54,7 @@ __all__ = [
 ]
 
 LABEL_BYTES: Final = 64
+_CHECKSUM_NOTE: Final = "checksum of the row's record, by which dsa knows damage; no part of the state"
 _LIVE_SHARD_BYTES: Final = 256 << 20
 _MOST_MAPPED: Final = 100
 _COMPRESSED_CHUNK_ROWS: Final = 64
@@ -76,7 +84,7 @@ def describe_group(
         raise ValueError(f"rows={rows!r} is out of range: pass at least 1")
     specs = _specs(rows, schema)
     if compression is None:
-        layouts = _mapped_layouts(specs, shard_bytes)
+        layouts = _mapped_layouts([*specs, *_checksum_specs(rows, schema)], shard_bytes)
     else:
         widest = max(specs, key=lambda spec: spec.row_bytes)
         chunk = max(1, min(_COMPRESSED_CHUNK_ROWS, _LARGEST_CHUNK // widest.row_bytes))
@@ -129,6 +137,24 @@ def _specs(rows: int, schema: Schema) -> list[ArraySpec]:
     return specs
 
 
+def _checksum_specs(rows: int, schema: Schema) -> list[ArraySpec]:
+    """Return the array of checksums, if there is one: of records without a stamp there is none to mark."""
+    if not has_stamp(schema):
+        return []
+    name = "c"
+    while name in schema.names:
+        name += "_"
+    return [ArraySpec(name, "<i4", rows, None)]
+
+
+def checksum_layouts(description: dict[str, Any]) -> list[ArrayLayout]:
+    """Return how the array of checksums is cut, if there is one."""
+    if description["compression"] is not None:
+        return []
+    specs = _checksum_specs(description["rows"], Schema.from_json(description["schema"]))
+    return [ArrayLayout(spec, *description["cuts"][spec.name]) for spec in specs]
+
+
 def array_layouts(description: dict[str, Any]) -> list[ArrayLayout]:
     """Return how the fields of a table are cut, in the record's order."""
     schema = Schema.from_json(description["schema"])
@@ -143,7 +169,7 @@ def disk_bytes(description: dict[str, Any]) -> tuple[int, int]:
     The first counts the blocks that ``allocate="reserve"`` takes.
     """
     total = largest = 0
-    for layout in array_layouts(description):
+    for layout in array_layouts(description) + checksum_layouts(description):
         tail = LABEL_BYTES + index_bytes(layout.chunks_per_shard)
         data = layout.spec.rows * layout.spec.row_bytes if description["compression"] is None else 0
         total += data + layout.shards * tail
@@ -169,12 +195,14 @@ def shard_files(path: Path, layout: ArrayLayout) -> list[Path]:
 
 def write_group(path: Path, description: dict[str, Any]) -> None:
     """Write the documents, the group's last: with it the directory becomes a Zarr group."""
-    documents = {
-        layout.spec.name: array_document(
-            layout, description["compression"], {"dsa_field": [description["id"], layout.spec.name]}
-        )
-        for layout in array_layouts(description)
-    }
+    fields = Schema.from_json(description["schema"]).names
+    documents = {}
+    for layout in array_layouts(description) + checksum_layouts(description):
+        name = layout.spec.name
+        attributes: dict[str, Any] = {"dsa_field": [description["id"], name]}
+        if name not in fields:
+            attributes["description"] = _CHECKSUM_NOTE
+        documents[name] = array_document(layout, description["compression"], attributes)
     for name, document in documents.items():
         (path / name / DOCUMENT).write_bytes(encode_document(document))
     root = group_document({"dsa_table": description}, documents)
@@ -194,7 +222,10 @@ def check_group(path: Path, description: dict[str, Any]) -> None:
         what = "is another table's" if isinstance(stored, dict) else "was not written by dsa"
         raise corrupt(path, f"{what}, or its {DOCUMENT} is damaged")
     # The description is what `describe_group` made, so that its values need no further check.
-    for layout in array_layouts(description):
+    if description["compression"] is None and len(description["cuts"]) < _arrays_of(description):
+        what = "is of an older version, whose rows have no checksums and which this release can't read"
+        raise StateCorruptError(f"the table {str(path)!r} {what}: start over, or import a checkpoint")
+    for layout in array_layouts(description) + checksum_layouts(description):
         name = layout.spec.name
         expected = array_document(layout, description["compression"], {})
         found = _document(path / name / DOCUMENT, path)
@@ -205,6 +236,11 @@ def check_group(path: Path, description: dict[str, Any]) -> None:
             raise corrupt(path, f"{what}, or its {DOCUMENT} is damaged")
         if any(_text(found.get(key)) != _text(expected[key]) for key in _DECISIVE):
             raise corrupt(path, f"has a damaged {DOCUMENT} of its field {name!r}")
+
+
+def _arrays_of(description: dict[str, Any]) -> int:
+    schema = Schema.from_json(description["schema"])
+    return len(schema.fields) + has_stamp(schema)
 
 
 def _document(file: Path, path: Path) -> dict[str, Any]:

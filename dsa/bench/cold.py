@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from dsa.backends.memmap import choose_stride
+from dsa.backends.memmap import choose_stride, stored_bytes
 from dsa.bench.baselines import SPARSE_ADAM
 from dsa.bench.batches import Batch, apart_rows, batch_of
 from dsa.bench.device import DeviceSpeed
@@ -75,7 +75,7 @@ def cold_group(
     """
     rows, dim = settings.rows, settings.dim
     group = Group("cold", f"cold, {rows:,} x {dim} float32, B = {batch:,}", rows, dim, batch)
-    record = adam_schema(dim).dtype.itemsize
+    record = stored_bytes(adam_schema(dim))
     apart = apart_rows(rows, record, choose_stride(record), batch, _STEPS, settings.seed)
     batches = [batch_of(chosen, dim, settings.seed + i) for i, chosen in enumerate(apart)]
     files = {"naive": Footprint(file=naive.file_bytes()), "dsa": Footprint(file=ours.file_bytes())}
@@ -164,7 +164,7 @@ def _sustained(
 
 def _pages_touched(batch: Batch, dim: int) -> float:
     """Return the pages on which a row's record lies, on average."""
-    record = adam_schema(dim).dtype.itemsize
+    record = stored_bytes(adam_schema(dim))
     first = batch.indices.numpy() * choose_stride(record)
     return float(np.mean((first + record - 1) // PAGE - first // PAGE)) + 1.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, final
 
 from dsa.backends import Memmap
-from dsa.backends.memmap import choose_stride
+from dsa.backends.memmap import choose_stride, stored_bytes
 from dsa.bench.device import DeviceSpeed, measure_device
 from dsa.conventions import SecondMoment
 from dsa.schema import adam_schema
@@ -81,9 +81,11 @@ def forecast(
 def _pages_per_row(dim: int, second_moment: SecondMoment, backend: Layout | None) -> float:
     schema = adam_schema(dim, second_moment_per="row" if second_moment == "row" else "element")
     if backend is None or isinstance(backend, Memmap):
-        record = schema.dtype.itemsize
+        record = stored_bytes(schema)
         return _pages(record, choose_stride(record, None if backend is None else backend.stride))
     sizes = [schema.field_bytes(field) for field in schema.fields]  # each field is somewhere else
+    if backend.compression is None:
+        sizes.append(stored_bytes(schema) - schema.dtype.itemsize)
     return sum(_pages(size, size) for size in sizes)
 
 

@@ -135,6 +135,9 @@ class SqliteBackend:
                 block[rows[part] - number * self._block_rows] = records[part]
                 self._store(number, block)
 
+    def reserve(self, rows: Rows) -> None:
+        """Do nothing: on a full disk `write` fails, and has changed nothing."""
+
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield the blocks of ``[start, stop)``, each read when it is asked for."""
         while start < stop:

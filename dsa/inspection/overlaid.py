@@ -104,6 +104,9 @@ class OverlaidBackend:
             "this view of a state is for reading: open the directory with an optimizer to change it",
         )
 
+    def reserve(self, rows: Rows) -> None:
+        """Do nothing: nothing is written."""
+
     def flush(self) -> None:
         """Do nothing: nothing was written."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from dsa.kernels.layout import WordLayout, Words, as_words, word_layout
-from dsa.schema import Records
+from dsa.schema import TORN, Records
 
 __all__ = [
     "LAST_COUNT",
@@ -95,6 +95,10 @@ def first_implausible(records: Records) -> int:
 def describe_fault(records: Records, position: int) -> str:
     """Name what is wrong with a record, for an error message; empty when it is plausible."""
     record = records[position]
+    if record["s"] == TORN:
+        return (
+            "the checksum of its record does not match: it was torn by a loss of power or damaged on the disk"
+        )
     for name in sorted({"w", "m", "v"} & set(record.dtype.names or ()), reverse=True):
         if not np.isfinite(record[name]).all():
             return f"field {name!r} holds a number that is not finite"

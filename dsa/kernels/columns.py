@@ -8,10 +8,20 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from dsa.kernels.checksums import add_word
+from dsa.kernels.layout import Words
 from dsa.kernels.prefetching import AHEAD, LINE_WORDS, prefetch_word
-from dsa.schema import Records, Rows
+from dsa.schema import Rows
 
-__all__ = ["Units", "gather_column", "scatter_column", "unit_of", "units_of"]
+__all__ = [
+    "Units",
+    "gather_column",
+    "gather_summed",
+    "scatter_column",
+    "scatter_summed",
+    "unit_of",
+    "units_of",
+]
 
 Units = NDArray[np.signedinteger[Any]]
 """A matrix of 32-bit words, or of 16-bit ones for fields whose rows are no whole number of words."""
@@ -31,7 +41,7 @@ def unit_of(row_bytes: int) -> np.dtype[np.signedinteger[Any]]:
     return _HALF if row_bytes % _WORD.itemsize else _WORD
 
 
-def units_of(records: Records, unit: np.dtype[np.signedinteger[Any]]) -> Units:
+def units_of(records: NDArray[Any], unit: np.dtype[np.signedinteger[Any]]) -> Units:
     """View C-contiguous records as a matrix of integers, without a copy."""
     return records.view(np.uint8).reshape(len(records), records.dtype.itemsize).view(unit)
 
@@ -68,3 +78,49 @@ def scatter_column(table: Units, rows: Rows, first: int, records: Units, column:
         source = records[p, column : column + width]
         for j in range(width):
             target[j] = source[j]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gather_summed(
+    table: Units, rows: Rows, first: int, records: Units, column: int, factors: Words, sums: Words
+) -> None:
+    """Copy as `gather_column` does, and add what was copied to the records' checksums.
+
+    Args:
+        table: See `gather_column`; likewise the others.
+        rows: See there.
+        first: See there.
+        records: See there.
+        column: See there.
+        factors: One for each unit of a row, see `dsa.kernels.checksums`.
+        sums: ``(B,)``, added to.
+    """
+    width = table.shape[1]
+    for p in range(rows.shape[0]):
+        _ask_ahead(table, rows, p, first)
+        source = table[rows[p] - first]
+        target = records[p, column : column + width]
+        total = sums[p]
+        for j in range(width):
+            unit = source[j]
+            target[j] = unit
+            total = add_word(total, np.int32(unit), factors[j])
+        sums[p] = total
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def scatter_summed(
+    table: Units, rows: Rows, first: int, records: Units, column: int, factors: Words, sums: Words
+) -> None:
+    """Copy as `scatter_column` does, and add what was copied to the checksums; see `gather_summed`."""
+    width = table.shape[1]
+    for p in range(rows.shape[0]):
+        _ask_ahead(table, rows, p, first)
+        target = table[rows[p] - first]
+        source = records[p, column : column + width]
+        total = sums[p]
+        for j in range(width):
+            unit = source[j]
+            target[j] = unit
+            total = add_word(total, np.int32(unit), factors[j])
+        sums[p] = total

@@ -8,15 +8,18 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from dsa.kernels.checksums import add_word
 from dsa.kernels.layout import Floats, Words
 from dsa.kernels.prefetching import AHEAD, LINE_WORDS, prefetch_word
-from dsa.schema import Rows
+from dsa.schema import TORN, Rows
 
 __all__ = [
     "first_non_finite_row",
+    "gather_checked",
     "gather_words",
     "inspect_rows",
     "merge_duplicates",
+    "scatter_checked",
     "scatter_words",
     "sort_stable",
     "unique_inverse",
@@ -25,6 +28,7 @@ __all__ = [
 _MAGNITUDE: Final = np.int32(0x7FFFFFFF)
 _INFINITY: Final = np.int32(0x7F800000)
 _ZERO: Final = np.int32(0)
+_TORN: Final = np.int32(TORN)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -128,6 +132,53 @@ def scatter_words(table: Words, rows: Rows, words: Words) -> None:
         source = words[p]
         for j in range(width):
             target[j] = source[j]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gather_checked(table: Words, rows: Rows, out: Words, factors: Words, stamp: int) -> int:
+    """Copy records as `gather_words` does, and mark those that don't match the checksum behind them.
+
+    Args:
+        table: ``(N, ...)`` records, each followed by its checksum.
+        rows: ``(B,)``.
+        out: ``(B, W)``; word `stamp` of a record that doesn't match is `TORN`.
+        factors: ``(W,)``, see `dsa.kernels.checksums`.
+        stamp: Which word of a record is its stamp.
+
+    Returns:
+        How many don't match.
+    """
+    width = out.shape[1]
+    torn = 0
+    for p in range(rows.shape[0]):
+        _ask_ahead(table, rows, p, width + 1)
+        source = table[rows[p]]
+        target = out[p]
+        total = _ZERO
+        for j in range(width):
+            word = source[j]
+            target[j] = word
+            total = add_word(total, word, factors[j])
+        if total != source[width]:
+            target[stamp] = _TORN
+            torn += 1
+    return torn
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def scatter_checked(table: Words, rows: Rows, words: Words, factors: Words) -> None:
+    """Copy records as `scatter_words` does, and their checksums behind them; see `gather_checked`."""
+    width = words.shape[1]
+    for p in range(rows.shape[0]):
+        _ask_ahead(table, rows, p, width + 1)
+        target = table[rows[p]]
+        source = words[p]
+        total = _ZERO
+        for j in range(width):
+            word = source[j]
+            target[j] = word
+            total = add_word(total, word, factors[j])
+        target[width] = total
 
 
 def unique_inverse(rows: Rows) -> tuple[Rows, NDArray[np.int64]]:
