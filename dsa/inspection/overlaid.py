@@ -86,9 +86,6 @@ class OverlaidBackend:
             yield first, records if self._complete(before, rows, records) else self.read(rows)
             before = self._directory.mark()
 
-    def reserve(self, rows: Rows) -> None:
-        """Return once `rows` can be written without running out of disk."""
-
     def hint(self, rows: Rows) -> None:
         """Announce that `rows` will be read soon."""
         self._backend.hint(rows)
