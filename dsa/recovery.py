@@ -148,6 +148,7 @@ def is_copy(path: Path, stored: Metadata) -> bool:
 
 def _recover(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
     """Bring tables and description of a directory that was not closed to where they can go on."""
+    before = [table.steps for table in tables]
     restarted = stored.boot != system.boot_identity()
     if not stored.journal:
         stored.exports = {}
@@ -163,6 +164,9 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
         replay(path, stored, tables)
         # What was exported at a later step is not of this history any more.
         stored.exports = {root: at for root, at in stored.exports.items() if at <= stored.global_step}
+    for table, steps in zip(tables, before, strict=True):
+        if table.awaited is not None and not (stored.journal and table.steps == steps and not restarted):
+            table.awaited = ""  # the fingerprint is older than the moments
     if stored.failed and stored.durability != "power":
         stored.exports = {}
         notify(

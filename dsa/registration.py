@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import torch
@@ -32,12 +32,14 @@ class Registry:
         resume: See `dsa.opening.open_state`.
         choice: Storage options.
         second_moment: The meaning of the second moments.
+        positional: Names of tables whose parameters came without one: their places stand for names.
     """
 
     directory: str | os.PathLike[str] | None
     resume: bool | None
     choice: StorageChoice
     second_moment: str
+    positional: set[str] = field(default_factory=set)
 
     def tables(
         self, groups: Sequence[dict[str, Any]], known: Mapping[torch.Tensor, Table], user: object
@@ -67,6 +69,9 @@ class Registry:
             for place, (parameter, name) in enumerate(places)
             if parameter not in known and not isinstance(parameter, DiskParameter)
         }
+        self.positional.update(
+            specs[parameter].name for parameter, name in places if name is None and parameter in specs
+        )
         made: dict[torch.Tensor, Table] = {}
         if specs or state is None:
             where = self._place(state, specs)

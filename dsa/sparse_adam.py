@@ -26,6 +26,7 @@ from dsa.coalesce import as_gradient, as_rows, coalesce
 from dsa.conventions import AdamOptions, BiasCorrection, Convention, SecondMoment, VTransport, WeightDecayMode
 from dsa.disk_parameter import DiskParameter
 from dsa.errors import StateMismatchError, TrainingWarning
+from dsa.fingerprints import require_belonging, vouch
 from dsa.foreign import import_sparse_adam
 from dsa.holders import abandoned
 from dsa.kernels.layout import Floats
@@ -282,6 +283,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
                 check_reference(state, self.param_names, state_dict["dsa"])
             else:
                 import_sparse_adam(state, list(self._tables.values()), state_dict.get("state"))
+            vouch(list(self._tables.values()))
         super().load_state_dict({"state": {}, "param_groups": merged})
 
     def flush(self) -> None:
@@ -337,6 +339,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
 
     def _update(self, grads: list[tuple[torch.Tensor, torch.Tensor, AdamOptions]]) -> None:
         with self._ready() as state:
+            require_belonging(state, list(self._tables.values()), self._registry.positional)
             parts = [self._part(*each) for each in grads]
             progress = state.progress().after_step([state.index(part.table) for part in parts])
             memory = state.prepare(progress, [(part.table, part.rows) for part in parts])

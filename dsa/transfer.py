@@ -351,6 +351,7 @@ class _Kept:
         assert table.held is not None, "only tables with weights in memory are kept"
         if not self._there:
             return
+        table.awaited = None
         rows, dim = self._shape
         self._file.seek(0)
         step = max(1, (4 << 20) // (4 * dim))
