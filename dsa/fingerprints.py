@@ -29,8 +29,11 @@ def require_belonging(state: StateDirectory, tables: Sequence[Table], positional
     Raises:
         StateMismatchError: they are not, and the tables have no names of their own; nothing has changed.
     """
-    awaiting = [table for table in tables if table.awaited is not None and table.held is not None]
+    awaiting = [
+        table for table in tables if table.awaited is not None and table.held is not None and table.steps
+    ]
     if not awaiting:
+        vouch(tables)  # without moments there is nothing to go with
         return
     found = {table.name: table.held.fingerprint() for table in awaiting if table.held is not None}
     others = [table for table in awaiting if table.awaited and table.awaited != found[table.name]]

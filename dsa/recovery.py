@@ -303,7 +303,7 @@ def _open_table(path: Path, name: str, stored: dict[str, Any], storage: Storage)
             curvature_from_json(stored["k"]),
             int(steps),
             generation=stored.get("generation", 0),
-            awaited=_awaited(stored),
+            awaited=stored.get("weights"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, StateCorruptError):
@@ -312,10 +312,6 @@ def _open_table(path: Path, name: str, stored: dict[str, Any], storage: Storage)
             f"the description of table {name!r} in {str(path)!r} can't be read ({error!r}): restore "
             f"{METADATA_NAME} from a copy"
         ) from error
-
-
-def _awaited(stored: dict[str, Any]) -> str | None:
-    return str(stored["weights"]) if "weights" in stored and stored["steps"] else None
 
 
 def warn_of_curvature(table: Table, spec: TableSpec) -> None:
