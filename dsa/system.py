@@ -52,7 +52,7 @@ __all__ = [
     "sync_mapped",
     "sync_mapping",
     "unlock_file",
-    "write_again",
+    "write_at",
     "write_atomically",
 ]
 
@@ -191,11 +191,10 @@ def allocate_range(descriptor: int, start: int, length: int) -> bool:
     return True
 
 
-def write_again(descriptor: int, at: int) -> None:
-    """Write the byte that a file holds at a place to it, for which its block is taken."""
-    byte = read_at(descriptor, 1, at)
-    os.lseek(descriptor, at, os.SEEK_SET)
-    os.write(descriptor, byte)
+def write_at(descriptor: int, data: bytes, offset: int) -> None:
+    """Write a few bytes to a place in a file."""
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    os.write(descriptor, data)
 
 
 def _occupied_bytes(descriptor: int) -> int:

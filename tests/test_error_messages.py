@@ -47,7 +47,6 @@ NO_VALUE, NO_REMEDY = "names no value before its colon", "has no remedy, an impe
 # What breaks a rule on purpose: module and beginning of the message; `*` stands for anything.
 DELIBERATE = {
     "the reason that another message gives in brackets or after its own": [
-        ("dsa.backends.compressed_array", "its file ends"),
         ("dsa.checkpoint.manifest", "*"),
         ("dsa.checkpoint.names", "*"),
         ("dsa.checkpoint.plain", "the shard {key} is shorter"),

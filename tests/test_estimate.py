@@ -81,7 +81,7 @@ def test_the_default_layout_is_the_default():
         ((5, 3), {"batch": 0}, ValueError, "batch=0 is out of range"),
         ((1e7, 3), {}, TypeError, None),
         ((5, 3.0), {}, TypeError, None),
-        ((5, 3), {"backend": Memmap(stride=4)}, ValueError, "stride=4 can't hold records of 44 bytes"),
+        ((5, 3), {"backend": Memmap(stride=4)}, ValueError, "stride=4 can't hold records of 48 bytes"),
     ],
 )
 def test_what_is_refused(arguments, options, error, match):
@@ -114,7 +114,7 @@ def test_the_journal_of_compressed_shards_is_their_overlay(tmp_path):
 def test_a_record_with_its_padding(stride):
     guess = estimate(1_000, 100, backend=Memmap(stride=stride))
     assert guess.file - 4_096 == 1_000 * guess.record
-    assert estimate(1_000, 100, backend=Zarr()).record == 4 * (3 * 100 + 2)
+    assert estimate(1_000, 100, backend=Zarr()).record == 4 * (3 * 100 + 3)
 
 
 def test_counts_of_numpy_are_counts():

@@ -621,7 +621,7 @@ WRONG_OPTIONS = [
     ),
     ({"backend": "mmap"}, ValueError, "backend='mmap' is not known: pass 'memmap'"),
     ({"backend": None}, ValueError, "backend=None is not known"),
-    ({"backend": Memmap(stride=10)}, ValueError, "stride=10 can't hold records of 44 bytes"),
+    ({"backend": Memmap(stride=10)}, ValueError, "stride=10 can't hold records of 48 bytes"),
     ({"backend": Memmap(stride=46)}, ValueError, "stride=46"),
     ({"backend": Memmap(stride=True)}, ValueError, "stride=True"),
     ({"backend": Memmap(stride="wide")}, ValueError, "stride='wide'"),

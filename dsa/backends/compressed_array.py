@@ -5,7 +5,8 @@ after a kill or a loss of power, sees the old shard or the new one, whole. The p
 in memory, 16 bytes for each.
 
 A chunk that can't be decompressed, or fails zstd's checksum, is damage to its rows: whoever asked for it is
-told. A shard that another process has replaced, or cut, since its index was read is another matter: an error.
+told. A shard that another process has replaced since its index was read is not damage: its index is read
+anew, and if there is none, as in a file that was cut, that is an error.
 """
 
 from __future__ import annotations
@@ -111,16 +112,16 @@ class CompressedArray:
             The positions of chunks that are damaged, whose blocks are zero.
 
         Raises:
-            StateCorruptError: a shard is missing, or not the one whose index was read.
+            StateCorruptError: a shard is missing, or its index is damaged.
         """
         damaged = []
         for shard, begin, end in self._by_shard(chunks):
             with lock:
                 known = self._known(shard)
                 opened = self._open(shard)
-            spans = known.spans[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
             with opened as file:
-                self._require_same(shard, file.fileno(), known)
+                places = self._places_in(shard, file.fileno(), known)
+                spans = places.spans[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
                 for k, (offset, length) in enumerate(spans, begin):
                     data = system.read_at(file.fileno(), length, offset) if length else b""
                     if not self._decode(data, blocks[k]):
@@ -148,7 +149,7 @@ class CompressedArray:
             torn: Chunks whose other rows are set to `TORN`.
 
         Raises:
-            StateCorruptError: the shard is missing, or not the one whose index was read.
+            StateCorruptError: the shard is missing, or its index is damaged.
         """
         layout, base = self.layout, shard * self.layout.chunks_per_shard
         owners = rows // layout.chunk_rows
@@ -215,17 +216,21 @@ class CompressedArray:
     def _known(self, shard: int) -> _Places:
         places = self._places[shard]
         if places is None:
-            places = self._places[shard] = self._read_places(shard)
+            with self._open(shard) as file:
+                places = self._places[shard] = self._read_places(shard, file.fileno())
         return places
 
-    def _read_places(self, shard: int) -> _Places:
+    def _places_in(self, shard: int, file: int, known: _Places) -> _Places:
+        """Return where the chunks of an open shard are, which another process may have replaced."""
+        return known if _identity(file) == known.file else self._read_places(shard, file)
+
+    def _read_places(self, shard: int, file: int) -> _Places:
         layout = self.layout
         where, path = self._name(shard), self._files[shard]
         tail = LABEL_BYTES + index_bytes(layout.chunks_per_shard)
-        with self._open(shard) as file:
-            identity = _identity(file.fileno())
-            data_bytes = identity[2] - tail
-            stored = system.read_at(file.fileno(), tail, data_bytes) if data_bytes >= 0 else b""
+        identity = _identity(file)
+        data_bytes = identity[2] - tail
+        stored = system.read_at(file, tail, data_bytes) if data_bytes >= 0 else b""
         sizes = f"{identity[2]:,} bytes, of which the last {tail:,} should be its label and index"
         try:
             places = read_index(layout, stored[LABEL_BYTES:], data_bytes)
@@ -236,19 +241,12 @@ class CompressedArray:
             raise corrupt(self._table, f"has a damaged or foreign file in place of {where}")
         return _Places(identity, np.array(places, np.int64).reshape(-1, 2))
 
-    def _require_same(self, shard: int, file: int, known: _Places) -> None:
-        found = _identity(file)
-        if found != known.file:
-            sizes = f"{found[2]:,} bytes instead of {known.file[2]:,}"
-            what = f"is in use: {self._name(shard)} was replaced or cut by somebody else ({sizes})"
-            raise corrupt(self._table, what)
-
     def _read_chunks(self, shard: int) -> list[bytes | memoryview]:
         known = self._known(shard)
         with self._open(shard) as file:
-            self._require_same(shard, file.fileno(), known)
+            places = self._places_in(shard, file.fileno(), known)
             data = memoryview(file.read())
-        return [data[offset : offset + length] for offset, length in known.spans.tolist()]
+        return [data[offset : offset + length] for offset, length in places.spans.tolist()]
 
     def _decode(self, data: bytes | memoryview, block: Units) -> bool:
         """Decompress a chunk into a block, which is zero if that can't be done; tell whether it could."""

@@ -168,7 +168,7 @@ class CompressedZarrBackend:
         """Return copies of the records of `rows`, in `out` if that is given.
 
         Raises:
-            StateCorruptError: a shard is missing or was replaced by somebody else, or a chunk is damaged of
+            StateCorruptError: a shard is missing or its index is damaged, or a chunk is damaged of
                 records without a stamp; the message names it.
         """
         self._require_open()

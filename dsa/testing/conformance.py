@@ -14,7 +14,7 @@ import pytest
 
 from dsa.backends.base import StateBackend
 from dsa.backends.memory import MemoryBackend
-from dsa.schema import Records, Rows, adam_schema
+from dsa.schema import Records, Rows, adam_schema, has_stamp
 from dsa.testing.hooks import BackendHooks, through_json
 from dsa.testing.records import CASES, Case, assert_records_equal, random_records, selections
 
@@ -169,6 +169,38 @@ class BackendConformance(BackendHooks):
             _write_both(backend, model, rows, seed)
             backend.hint(rows)
             assert_records_equal(_everything(backend), _everything(model), f"all rows after a hint of {name}")
+
+    def test_reserve_changes_nothing(self, backend: StateBackend) -> None:
+        """Rows may be reserved before they are written, afterwards, again, and none at all."""
+        model = MemoryBackend(len(backend), backend.schema)
+        backend.reserve(np.empty(0, np.int64))
+        for seed, (name, rows) in enumerate(selections(len(backend)).items()):
+            backend.reserve(rows)
+            assert_records_equal(_everything(backend), _everything(model), f"all rows, {name} reserved")
+            _write_both(backend, model, rows, seed)
+            backend.reserve(rows)
+            assert_records_equal(_everything(backend), _everything(model), f"all rows, {name} written")
+
+    def test_damage_is_marked(self, backend: StateBackend, path: Path) -> None:
+        """A record that the files no longer hold as it was written has a negative stamp; writing heals it."""
+        if not has_stamp(backend.schema):
+            pytest.skip("the records have no stamp")
+        count = len(backend)
+        rows, expected = np.arange(count), random_records(backend.schema, count, seed=1)
+        expected["s"] &= 0x7FFFFFFF
+        backend.write(rows, expected.copy())
+        backend.close()
+        description = through_json(backend.describe())
+        if not self.damage(path, description, count // 2):
+            pytest.skip("the backend can't tell, or the suite was given no damage")
+        with closing(self._reopened(backend, path)) as again:
+            for found in (again.read(rows), _scanned(again, 0, count)):
+                marked = found["s"] < 0
+                assert marked[count // 2]
+                assert_records_equal(found[~marked], expected[~marked], "the rows that are not marked")
+            torn = np.flatnonzero(marked)
+            again.write(torn, expected[torn])
+            assert_records_equal(_everything(again), expected, "all rows, written again")
 
     def test_flush_changes_nothing(self, backend: StateBackend) -> None:
         """Flushing fresh, written and unchanged records leaves them as they are."""

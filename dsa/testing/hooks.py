@@ -64,6 +64,21 @@ class BackendHooks(ABC):
         """
         return None
 
+    def damage(self, path: Path, description: dict[str, Any], row: int) -> bool:
+        """Change a bit of what the files hold of a row, behind the backend's back.
+
+        With it the suite checks that the backend says so. It is called after a `close`.
+
+        Args:
+            path: The path that `create` was given.
+            description: What `describe` returned, after a passage through JSON text.
+            row: The row, which was written.
+
+        Returns:
+            False if there is nothing to damage, or the backend can't tell: the test of damage is skipped.
+        """
+        return False
+
 
 def through_json(description: dict[str, Any]) -> dict[str, Any]:
     """Return what a description is after it was written as JSON text and read again."""

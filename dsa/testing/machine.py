@@ -33,8 +33,8 @@ _seeds = st.integers(0, 2**32 - 1)
 class BackendMachine(RuleBasedStateMachine):
     """A Hypothesis state machine over one backend.
 
-    The rules read, write, scan (with writes between its blocks), hint, flush and reopen; after each the whole
-    content equals the model's. A backend that keeps nothing after `close` starts again from zero.
+    The rules read, write, reserve, scan (with writes between its blocks), hint, flush and reopen; after each
+    the whole content equals the model's. A backend that keeps nothing after `close` starts again from zero.
 
     Example:
         >>> class Memory(BackendHooks):
@@ -91,6 +91,11 @@ class BackendMachine(RuleBasedStateMachine):
     def hint(self, data: st.DataObject) -> None:
         """Announce some rows."""
         self._live.hint(self._draw_rows(data))
+
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        """Make sure that some rows can be written."""
+        self._live.reserve(self._draw_rows(data))
 
     @rule(data=st.data(), seed=_seeds)
     def scan(self, data: st.DataObject, seed: int) -> None:

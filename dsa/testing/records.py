@@ -25,6 +25,11 @@ MIXED = Schema(
 )
 """Every width of number, in an order that needs padding between fields and after the last."""
 
+_STAMPED = Schema(
+    3,
+    (Field("half", "float16", "element"), Field("s", "int32", "row"), Field("double", "float64", "row")),
+)
+
 
 class Case(NamedTuple):
     """The size of one table.
@@ -45,6 +50,7 @@ CASES: dict[str, Case] = {
     "dim-128": Case(521, adam_schema(128)),
     "per-row": Case(1_021, adam_schema(13, second_moment_per="row")),
     "mixed": Case(1_031, MIXED),
+    "stamped": Case(1_033, _STAMPED),
 }
 """Sizes where a block, a page or a chunk does not come out even: the numbers of rows are prime or one."""
 

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from zarr_tables import Compressed, decode, files_of, make, occupied
+from zarr_tables import Compressed, damage, decode, files_of, make, occupied
 
 from dsa.backends import compressed_array
 from dsa.backends.chunk_cache import ChunkCache
@@ -38,6 +38,9 @@ class TestCompressedZarrBackend(BackendConformance):
 
     def read_raw(self, path, description):
         return decode(path, description)
+
+    def damage(self, path, description, row):
+        return damage(path, description, row)
 
 
 class TestSmallShardsAndCache(TestCompressedZarrBackend):

@@ -9,7 +9,7 @@ from zarr_tables import HOOKS, files_of, make, open_files, refusal
 
 from dsa.backends.zarr_group import LABEL_BYTES, array_layouts
 from dsa.errors import StateCorruptError
-from dsa.schema import Field, Schema, adam_schema
+from dsa.schema import TORN, Field, Schema, adam_schema
 from dsa.shards.encoding import index_bytes
 from dsa.testing import assert_records_equal
 
@@ -54,6 +54,7 @@ SHARD_DAMAGE = {
 def test_a_damaged_shard_is_refused(table, path, shard, damage):
     hooks, description, _ = table
     file = path / shard
+    size = file.stat().st_size
     if damage is None:
         file.unlink()
     else:
@@ -61,6 +62,10 @@ def test_a_damaged_shard_is_refused(table, path, shard, damage):
     for writable in (True, False):
         text = refusal(hooks, path, description, writable)
         assert f"field {shard[0]!r}" in text
+        if damage is not None and file.stat().st_size != size:
+            assert f"{file.stat().st_size:,} bytes" in text
+            assert file.name in text
+            assert f"{size:,}" in text or hooks is HOOKS["compressed"]
         assert "shard" in text
         assert text.endswith("restore it from a copy, or start over")
     assert not any(str(path) in name for name in open_files())
@@ -269,54 +274,86 @@ def compressed(path):
 
 
 def test_bytes_of_a_compressed_shard_count_or_do_not_matter(compressed, path):
-    """A flipped bit is an error, when the table is opened or the chunk is read, or changes no record."""
+    """A flipped bit is an error when the table is opened, marks the rows of a chunk, or changes nothing."""
     description, records = compressed
     hooks = HOOKS["compressed"]
     layout = array_layouts(description)[2]
     file = path / "v" / layout.shard_key(1)
     content = file.read_bytes()
     rows = np.arange(layout.shard_rows, 2 * layout.shard_rows)
-    harmless, messages = 0, set()
+    harmless, marked, messages = 0, 0, set()
     for at in range(0, len(content), 3):
         file.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
         try:
             backend = hooks.reopen(path, description, writable=False)
-            found = backend.read(rows)
         except StateCorruptError as error:
             messages.add(str(error))
             continue
-        assert_records_equal(found, records[rows])
-        harmless += 1
+        found = backend.read(rows)
+        torn = found["s"] == TORN
+        assert np.count_nonzero(torn) in (0, layout.chunk_rows)
+        assert_records_equal(found[~torn], records[rows[~torn]])
+        harmless, marked = harmless + (not torn.any()), marked + torn.any()
     assert all("field 'v'" in message for message in messages)
     assert harmless <= 2 * layout.chunks_per_shard
+    assert marked > len(content) // 6
 
 
-def test_a_damaged_chunk_is_named_and_the_others_can_be_read(compressed, path):
-    description, records = compressed
-    layout = array_layouts(description)[2]
-    file = path / "v" / layout.shard_key(1)
+@pytest.mark.parametrize("field", ["w", "v", "s"])
+def test_the_rows_of_a_damaged_chunk_are_marked_and_the_others_can_be_read(path, field):
+    hooks = HOOKS["compressed"]
+    description, records = make(hooks, path, ROWS, SCHEMA, stamps=7)
+    layout = array_layouts(description)[0]
+    file = path / field / ("c/1" if field == "s" else "c/1/0")
     content = bytearray(file.read_bytes())
-    content[len(content) // 8] ^= 1
+    content[20] ^= 1
     file.write_bytes(content)
-    backend = HOOKS["compressed"].reopen(path, description)
-    chunk = layout.chunks_per_shard
+    backend = hooks.reopen(path, description)
     first = layout.shard_rows
     damaged = np.arange(first, first + layout.chunk_rows)
-    pattern = (
-        rf"table '{path}' is damaged: chunk {chunk} of its field 'v', with the rows from {first} to "
-        rf"{damaged[-1]}, can't be read .*: restore it from a copy"
-    )
+    expected = records.copy()
+    expected[damaged] = np.zeros(1, SCHEMA.dtype)
+    expected["s"][damaged] = TORN
     before = files_of(path)
     for rows in (damaged[:1], np.arange(ROWS)):
-        with pytest.raises(StateCorruptError, match=pattern):
-            backend.read(rows)
-        with pytest.raises(StateCorruptError, match=pattern):
-            backend.write(rows[:1] if len(rows) == 1 else damaged[1:3], records[:2][: min(len(rows), 2)])
+        assert_records_equal(backend.read(rows), expected[rows])
+    for start, block in backend.scan(0, ROWS):
+        assert_records_equal(block, expected[start : start + len(block)])
     assert files_of(path) == before
-    others = np.setdiff1d(np.arange(ROWS), damaged)
-    assert_records_equal(backend.read(others), records[others])
+    # Rows beside it are written, and the others of the chunk keep the mark, in the files too.
+    backend.write(damaged[1:3], records[damaged[1:3]])
+    expected[damaged[1:3]] = records[damaged[1:3]]
+    for _ in range(2):
+        found = backend.read(np.arange(ROWS))
+        torn = np.setdiff1d(damaged, damaged[1:3])
+        assert (found["s"][torn] == TORN).all()
+        whole = np.setdiff1d(np.arange(ROWS), torn)
+        assert_records_equal(found[whole], expected[whole])
+        backend.close()
+        backend = hooks.reopen(path, description)
     backend.write(damaged, records[damaged])
     assert_records_equal(backend.read(np.arange(ROWS)), records)
+    backend.close()
+
+
+def test_a_damaged_chunk_of_records_without_a_stamp_is_named(path):
+    hooks, schema = HOOKS["compressed"], Schema(3, (Field("w", "float32", "element"),))
+    description, records = make(hooks, path, ROWS, schema)
+    layout = array_layouts(description)[0]
+    file = path / "w" / layout.shard_key(1)
+    content = bytearray(file.read_bytes())
+    content[20] ^= 1
+    file.write_bytes(content)
+    backend = hooks.reopen(path, description)
+    first = layout.shard_rows
+    last = first + layout.chunk_rows - 1
+    pattern = f"chunk {layout.chunks_per_shard} of its field 'w', with the rows from {first} to {last}, does"
+    before = files_of(path)
+    with pytest.raises(StateCorruptError, match=pattern):
+        backend.read(np.array([first]))
+    with pytest.raises(StateCorruptError, match=pattern):
+        backend.write(np.array([first]), records[:1])
+    assert files_of(path) == before
     backend.close()
 
 

@@ -8,8 +8,10 @@ import zarr
 
 from dsa.backends.zarr import ZarrBackend
 from dsa.backends.zarr_compressed import CompressedZarrBackend
+from dsa.backends.zarr_group import array_layouts
 from dsa.errors import StateCorruptError
 from dsa.schema import Schema
+from dsa.shards.encoding import index_bytes, read_index
 from dsa.testing import BackendHooks, random_records
 
 
@@ -21,6 +23,23 @@ def decode(path, description):
     for name in schema.names:
         records[name] = group[name][:]
     return records
+
+
+def damage(path, description, row):
+    """Change one bit of the first field of a row, or of the chunk that it is in."""
+    layout = array_layouts(description)[0]
+    shard, place = divmod(row, layout.shard_rows)
+    file = path / layout.spec.name / layout.shard_key(shard)
+    content = bytearray(file.read_bytes())
+    at = place * layout.spec.row_bytes
+    if description["compression"] is not None:
+        tail = index_bytes(layout.chunks_per_shard)
+        places = read_index(layout, bytes(content[-tail:]), len(content) - tail)
+        offset, length = places[place // layout.chunk_rows]
+        at = offset + length // 2
+    content[at] ^= 4
+    file.write_bytes(content)
+    return True
 
 
 class Mapped(BackendHooks):
@@ -37,6 +56,9 @@ class Mapped(BackendHooks):
 
     def read_raw(self, path, description):
         return decode(path, description)
+
+    def damage(self, path, description, row):
+        return damage(path, description, row)
 
 
 class Compressed(BackendHooks):
@@ -56,14 +78,19 @@ class Compressed(BackendHooks):
     def read_raw(self, path, description):
         return decode(path, description)
 
+    def damage(self, path, description, row):
+        return damage(path, description, row)
+
 
 HOOKS = {"mapped": Mapped(shard_bytes=1 << 12), "compressed": Compressed(shard_bytes=1 << 12)}
 
 
-def make(hooks, path, rows, schema, seed=0):
-    """Create, fill and close a table; return its description and records."""
+def make(hooks, path, rows, schema, seed=0, stamps=None):
+    """Create, fill and close a table, with stamps if they are given; return its description and records."""
     backend = hooks.create(path, rows, schema)
     records = random_records(schema, rows, seed)
+    if stamps is not None:
+        records["s"] = stamps
     backend.write(np.arange(rows), records.copy())
     backend.close()
     return backend.describe(), records

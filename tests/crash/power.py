@@ -207,15 +207,15 @@ class Device:
         def wrapper(backend: MemmapBackend, rows: np.ndarray, records: np.ndarray) -> None:
             write(backend, rows, records)
             if self._passed_over:
-                stride = backend.describe()["stride"]
+                stride, key = backend.describe()["stride"], os.stat(backend._path).st_ino
                 for row in rows.tolist():
-                    self.note_write(backend._file, PAGE + row * stride, PAGE + (row + 1) * stride)
+                    self._note(key, PAGE + row * stride, PAGE + (row + 1) * stride)
 
         return wrapper
 
     def _scattering(self, scatter: Callable[..., None]) -> Callable[..., None]:
-        def wrapper(array: MappedArray, rows: np.ndarray, records: np.ndarray) -> None:
-            scatter(array, rows, records)
+        def wrapper(array: MappedArray, rows: np.ndarray, records: np.ndarray, *sums: np.ndarray) -> None:
+            scatter(array, rows, records, *sums)
             if self._passed_over:
                 size = array._layout.spec.row_bytes
                 for shard, start, stop in array._parts(rows):
