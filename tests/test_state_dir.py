@@ -342,8 +342,8 @@ def test_another_second_moment_of_a_table_with_one_element(tmp_path):
 
 @pytest.mark.parametrize("stride", ["page", 64, "packed"])
 def test_another_layout_is_not_ignored(tmp_path, stride):
-    """An argument that has no effect is refused; the stored stride is 48 bytes, and None asks for nothing."""
-    build(tmp_path, {"left": init.Zeros(20, 3)}, backend=Memmap(stride=48)).close()
+    """An argument that has no effect is refused; the stored stride is 52 bytes, and None asks for nothing."""
+    build(tmp_path, {"left": init.Zeros(20, 3)}, backend=Memmap(stride=52)).close()
     refuse(
         tmp_path,
         StateMismatchError,
@@ -352,7 +352,7 @@ def test_another_layout_is_not_ignored(tmp_path, stride):
         backend=Memmap(stride=stride),
     )
     build(tmp_path, {"left": init.Zeros(20, 3)}, resume=True).close()
-    build(tmp_path, {"left": init.Zeros(20, 3)}, resume=True, backend=Memmap(stride=48)).close()
+    build(tmp_path, {"left": init.Zeros(20, 3)}, resume=True, backend=Memmap(stride=52)).close()
 
 
 def test_the_stored_curvature_wins(tmp_path):

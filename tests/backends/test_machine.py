@@ -6,7 +6,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from zarr_tables import Compressed, Mapped
 
-from dsa.backends.memmap import MemmapBackend
+from dsa.backends.memmap import MemmapBackend, stored_bytes
 from dsa.backends.memory import MemoryBackend
 from dsa.schema import Schema
 from dsa.testing import BackendHooks, BackendMachine
@@ -18,13 +18,13 @@ class Memory(BackendHooks):
 
 
 class Memmap(BackendHooks):
-    """With the given stride beyond the record's own bytes."""
+    """With the given stride beyond the record's own bytes and its checksum."""
 
     def __init__(self, padding):
         self.padding = padding
 
     def create(self, path, rows, schema):
-        stride = schema.dtype.itemsize + self.padding
+        stride = stored_bytes(schema) + self.padding
         return MemmapBackend.create(path, rows, schema, stride=stride, allocate="sparse")
 
     def reopen(self, path, description):

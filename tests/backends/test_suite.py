@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from dsa.schema import adam_schema
+from dsa.schema import TORN, adam_schema
 from dsa.testing import BackendConformance, Case
 
 ROWS = 4_099
@@ -41,6 +41,14 @@ class Faulty:
 
     def hint(self, rows):
         pass
+
+    def reserve(self, rows):
+        """Memory is not a disk."""
+
+    @classmethod
+    def damage(cls, path, row):
+        """Stands for a checksum that finds a changed bit: the record is marked."""
+        cls.files[path]["s"][row] = TORN
 
     def flush(self):
         pass
@@ -160,6 +168,24 @@ class HintsZero(Faulty):
         self.records["t"][rows] = 0
 
 
+class ReservesZeros(Faulty):
+    def reserve(self, rows):
+        self.records[rows] = np.zeros(1, self.schema.dtype)
+
+
+class HidesDamage(Faulty):
+    @classmethod
+    def damage(cls, path, row):
+        cls.files[path]["w"][row] += 1
+
+
+class MarksOneAndHarmsAnother(Faulty):
+    @classmethod
+    def damage(cls, path, row):
+        super().damage(path, row)
+        cls.files[path]["w"][row - 1] += 1
+
+
 class FlushForgets(Faulty):
     def flush(self):
         self.records["v"] = 0
@@ -254,6 +280,10 @@ class Suite(BackendConformance):
     def read_raw(self, path, description):
         return self.faulty.files[path]
 
+    def damage(self, path, description, row):
+        self.faulty.damage(path, row)
+        return True
+
 
 FAULTS = [
     (CountsOneMore, "test_knows_its_size"),
@@ -275,6 +305,9 @@ FAULTS = [
     (ScansASnapshot, "test_scan_sees_writes_ahead_of_it"),
     (ScansViews, "test_scan_sees_writes_ahead_of_it"),
     (HintsZero, "test_hint_changes_nothing"),
+    (ReservesZeros, "test_reserve_changes_nothing"),
+    (HidesDamage, "test_damage_is_marked"),
+    (MarksOneAndHarmsAnother, "test_damage_is_marked"),
     (FlushForgets, "test_flush_changes_nothing"),
     (ClosesOnce, "test_close_twice"),
     (DescribesInNumpy, "test_describe_is_json"),
