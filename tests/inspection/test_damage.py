@@ -111,7 +111,7 @@ def test_a_description_that_says_something_else(path, change, match):
     ("damage", "match"),
     [
         (lambda file: file.unlink(), "is missing: restore it from a copy"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is truncated: 20,.* bytes instead of"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is truncated: 23,.* bytes instead of"),
         (lambda file: file.write_bytes(file.read_bytes() + b"x"), "is longer than it was made"),
         (lambda file: file.write_bytes(b"x" + file.read_bytes()[1:]), "damaged or not one of dsa's"),
     ],
