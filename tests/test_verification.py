@@ -38,9 +38,11 @@ def folder(told, tmp_path):
 
 def write(path, table, row, **values):
     with build(path, resume=True) as optimizer:
-        records = optimizer._state.tables[table].backend.records
+        backend = optimizer._state.tables[table].backend
+        records = backend.read(np.array([row]))
         for field, value in values.items():
-            records[field][row] = value
+            records[field][0] = value
+        backend.write(np.array([row]), records)
 
 
 @pytest.mark.parametrize("second_moment", ["coordinate", "frame", "row"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dsa import system
 from dsa.backends.memmap import MemmapBackend
 from dsa.errors import StateClosedError, StateCorruptError, StateError, StateMismatchError
 from dsa.schema import Field, Schema, adam_schema
@@ -372,3 +373,43 @@ def test_schema_that_the_header_page_can_not_hold(path):
     with pytest.raises(ValueError, match="header"):
         MemmapBackend.create(path, 3, schema)
     assert not any(path.parent.iterdir())
+
+
+def test_one_descriptor_for_a_table(path):
+    """The mapping's; advice and syncing open the file for a moment."""
+    description, _ = make(path)
+    backend = MemmapBackend.open(path, description)
+    backend.hint(np.arange(100))
+    backend.read(np.arange(100))
+    backend.flush()
+    assert open_files().count(str(path)) == 1
+    backend.close()
+    assert str(path) not in open_files()
+
+
+@pytest.mark.parametrize("call", ["sync_file", "open"])
+def test_a_sync_that_fails_is_an_error_each_time(path, monkeypatch, call):
+    """Of the file, or, where it can't be opened once more, of the mapping; nothing is tried again."""
+
+    def refuse(*ignored):
+        raise OSError(5, "injected")
+
+    backend = MemmapBackend.create(path, 3, SCHEMA)
+    with monkeypatch.context() as patch:
+        if call == "sync_file":
+            patch.setattr(system, "sync_file", refuse)
+        else:
+            patch.setattr(system.os, "open", refuse)
+            patch.setattr(backend, "_mapping", Refusing())
+        for _ in range(3):
+            with pytest.raises(OSError, match="injected"):
+                backend.flush()
+    backend.flush()
+    backend.close()
+
+
+class Refusing:
+    """Stands for a mapping whose pages the device refuses."""
+
+    def flush(self):
+        raise OSError(5, "injected")

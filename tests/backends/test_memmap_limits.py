@@ -172,3 +172,36 @@ def test_full_disk(tmp_path):
     assert number == str(errno.ENOSPC)
     assert left == "[]"
     assert str(tmp_path) in message
+
+
+FEW_FILES = """
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+made = []
+try:
+    for number in range(100):
+        path = Path(sys.argv[1], f"table-{number}")
+        made.append(MemmapBackend.create(path, 500, adam_schema(2), allocate=sys.argv[2]))
+except OSError as error:
+    left = sorted(os.listdir(sys.argv[1])) == sorted(f"table-{number}" for number in range(len(made)))
+    rows = np.arange(500)
+    for backend in made:  # advice, reserving and syncing need no descriptor of their own
+        backend.hint(rows)
+        backend.reserve(rows)
+        backend.write(rows, backend.read(rows))
+        backend.flush()
+    description = made[0].describe()
+    try:
+        MemmapBackend.open(path.with_name("table-0"), description)
+    except OSError as again:
+        whole = len(made) > 50 and left
+        print(error.errno == again.errno == 24, whole, "ulimit -n" in str(again), error, sep="|")
+"""
+
+
+@pytest.mark.parametrize("allocate", ["reserve", "sparse"])
+def test_few_descriptors(tmp_path, allocate):
+    """One for each table; with none left, a new table is an error that says so and leaves nothing."""
+    number, left, message = child(FEW_FILES, tmp_path, allocate)
+    assert (number, left) == ("True", "True")
+    assert message.startswith("True|")
+    assert "raise the limit (ulimit -n)" in message

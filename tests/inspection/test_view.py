@@ -246,7 +246,7 @@ def test_content_is_the_state(tmp_path):
 
 
 def test_scanning_goes_block_by_block(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsa.backends.memmap._BLOCK_BYTES", 60 * 7)
+    monkeypatch.setattr("dsa.backends.memmap._BLOCK_BYTES", 64 * 7)
     with build(tmp_path) as optimizer:
         train(optimizer, 3)
     with open_state(tmp_path) as state:
