@@ -79,10 +79,10 @@ def verify(
 ) -> Verification:
     """Find out whether a state directory or a checkpoint is whole; nothing of it is changed.
 
-    Of a checkpoint every block is compared with its checksum, and of a differential one its base's too. A
-    state directory has no checksums over its records: its description, the headers and sizes of its files and
-    its journal are checked, and every record for what no training produces. Damage that leaves plausible
-    numbers is found in a checkpoint only.
+    Of a checkpoint every block is compared with its checksum, and of a differential one its base's too. Of a
+    state directory the description, the headers and sizes of its files and its journal are checked, and every
+    record: for its checksum, and for what no training produces. A whole record that is an older one of its
+    own is found in a checkpoint only.
 
     Args:
         url: A state directory, or a checkpoint at a path or an fsspec URL.

@@ -39,10 +39,11 @@ def folder(told, tmp_path):
 def write(path, table, row, **values):
     with build(path, resume=True) as optimizer:
         backend = optimizer._state.tables[table].backend
-        records = backend.read(np.array([row]))
+        rows = np.atleast_1d(np.arange(len(backend))[row])
+        records = backend.read(rows)
         for field, value in values.items():
-            records[field][0] = value
-        backend.write(np.array([row]), records)
+            records[field][:] = value
+        backend.write(rows, records)
 
 
 @pytest.mark.parametrize("second_moment", ["coordinate", "frame", "row"])

@@ -16,9 +16,8 @@ __all__ = ["DETAILS", "add_arguments", "run"]
 
 DETAILS = """\
 A checkpoint: every block is compared with its checksum, and a differential one together with its base. A
-state directory: description, headers and sizes of files, the journal, and every record for what no training
-produces; it has no checksums over records, so that damage which leaves plausible numbers is found in
-checkpoints only. Nothing is changed, and a process may be training there.
+state directory: description, headers and sizes of files, the journal, and every record, for its checksum and
+for what no training produces. Nothing is changed, and a process may be training there.
 
 Exit code: 0 whole, 1 damaged, 2 it can't be told.
 
