@@ -33,7 +33,7 @@ def factors(count: int) -> NDArray[np.int32]:
 
     Example:
         >>> factors(3).view(np.uint32).tolist()
-        [1364076727, 821347079, 3463803961]
+        [1364076727, 821347079, 2247144487]
     """
     # One array for all tables of usual sizes; a view of it costs nothing.
     return _factors(max(_LARGEST, count))[:count]
