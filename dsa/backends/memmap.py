@@ -15,7 +15,7 @@ ones when the file is opened.
 *Checksums.* Where records have a stamp, each is followed by a checksum of its words
 (`dsa.kernels.checksums`), computed and verified while they are copied. A page that a loss of power has left
 old beside a new one, or a bit that the disk has lost, is thereby known: the record is handed out with the
-stamp `dsa.schema.TORN`. It was measured to cost nothing beside the copying.
+stamp `dsa.schema.TORN`.
 """
 
 from __future__ import annotations

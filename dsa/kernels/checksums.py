@@ -2,8 +2,8 @@
 
 Each word is folded onto itself, ``x = w ^ (w >> 16) ^ (w >> 23)`` with logical shifts, so that its exponent
 and leading digits reach the lowest bits; the checksum is the sum of ``x * factor``, each place having an odd
-factor of its own, modulo 2^32. It has no order of evaluation, so the loop vectorises, and it was measured to
-cost nothing beside copying records from memory.
+factor of its own, modulo 2^32. It has no order of evaluation, so the loop vectorises: reading and writing
+2,048 records of 128 elements from memory were measured to take 3 to 9 % longer with it.
 
 What it detects: every change that is confined to one word, hence every flipped bit, and any flipped bit of
 the checksum itself, always (folding and odd factors are bijections); two words that are swapped, a part that

@@ -173,11 +173,12 @@ def scatter_checked(table: Words, rows: Rows, words: Words, factors: Words) -> N
         _ask_ahead(table, rows, p, width + 1)
         target = table[rows[p]]
         source = words[p]
+        for j in range(width):
+            target[j] = source[j]
+        # A loop of its own: with the copying it needs checks for overlaps, and was measured to be slower.
         total = _ZERO
         for j in range(width):
-            word = source[j]
-            target[j] = word
-            total = add_word(total, word, factors[j])
+            total = add_word(total, source[j], factors[j])
         target[width] = total
 
 
