@@ -82,7 +82,7 @@ def scatter_column(table: Units, rows: Rows, first: int, records: Units, column:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _summed(units: Units, factors: Words, total: np.int32) -> np.int32:
-    # A loop of its own: together with the copying it needs checks for overlaps, and was measured to be slower.
+    # A loop of its own: with the copying it needs checks for overlaps, and was measured to be slower.
     for j in range(units.shape[0]):
         total = add_word(total, np.int32(units[j]), factors[j])
     return total
