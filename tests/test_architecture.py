@@ -113,7 +113,7 @@ FLOORS = [
             "dsa.kernels.threads",
         ],
     ),
-    ("word of compilation", ["dsa.kernels.compiling"]),
+    ("word of compilation, and waiting", ["dsa.kernels.compiling", "dsa.kernels.latch"]),
     ("options and layout", ["dsa.conventions", "dsa.notices", "dsa.schema"]),
     ("files of arrays", ["dsa.shards.*"]),
     ("errors", ["dsa.errors"]),

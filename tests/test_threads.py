@@ -64,13 +64,13 @@ def test_the_threads_are_used(tmp_path, threads, monkeypatch):
     from dsa.kernels import threads as kernel_threads
 
     counts = []
-    real = kernel_threads.ThreadPoolExecutor.submit
+    real = kernel_threads._crew
 
-    def submit(self, *arguments):
-        counts.append(self._max_workers)
-        return real(self, *arguments)
+    def crew(number, process):
+        counts.append(number)
+        return real(number, process)
 
-    monkeypatch.setattr(kernel_threads.ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(kernel_threads, "_crew", crew)
     threads(2)
     train(tmp_path / "two", CONFIGURATIONS["flat"], 2)
     assert set(counts) == {1}
