@@ -36,7 +36,7 @@ class Latch:
     Example:
         >>> latch = Latch.closed()
         >>> latch.open()
-        >>> latch.wait()
+        >>> _ = latch.wait()
         >>> latch.give_back()
     """
 
