@@ -14,6 +14,7 @@ from dsa.errors import StateMismatchError, StateWarning
 from dsa.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.manifolds import manifold_of
 from dsa.notices import notify
+from dsa.options import as_number
 from dsa.schema import adam_schema
 from dsa.state import StateDirectory
 from dsa.storage import Layout, TableSpec
@@ -23,6 +24,7 @@ __all__ = [
     "DEFAULT_BACKEND",
     "ParamGroups",
     "Params",
+    "as_fraction",
     "checked_updates",
     "curvatures_of",
     "dialect_of",
@@ -114,12 +116,24 @@ def curvatures_of(k: float | Mapping[str, float], names: Mapping[str, object]) -
                 f"k names the tables {sorted(k)} but the tables are {sorted(names)}: give a curvature for "
                 "each"
             )
-        curvatures = {name: float(k[name]) for name in names}
+        curvatures = {name: as_number(f"k[{name!r}]", k[name]) for name in names}
     else:
-        curvatures = dict.fromkeys(names, float(k))
+        curvatures = dict.fromkeys(names, as_number("k", k))
     for value in curvatures.values():
         manifold_of(value)
     return curvatures
+
+
+def as_fraction(fraction: object) -> float:
+    """Return the largest norm of fresh rows as a fraction of the ball's radius.
+
+    Raises:
+        ValueError: it is not in (0, 1].
+    """
+    checked = as_number("init_max_norm_fraction", fraction)
+    if not 0.0 < checked <= 1.0:
+        raise ValueError(f"init_max_norm_fraction={fraction!r} is out of range: pass a number in (0, 1]")
+    return checked
 
 
 def table_spec(
@@ -230,11 +244,11 @@ def _require_table_shape(name: str | None, parameter: torch.Tensor) -> None:
     what = "a parameter" if name is None else f"the parameter {name!r}"
     if parameter.is_meta:
         raise ValueError(f"{what} is on the meta device and holds no numbers: move it to another one")
-    if parameter.layout != torch.strided or parameter.dim() != 2 or not parameter.is_floating_point():
+    if parameter.layout != torch.strided or parameter.dim() == 0 or not parameter.is_floating_point():
         raise ValueError(
             f"{what} of shape {tuple(parameter.shape)} and dtype {parameter.dtype} can't be a table: sparse "
-            "gradients come from 2-D floating tensors of embeddings; hand other parameters to another "
-            "optimizer (dsa.split_parameters(model) gives both lists)"
+            "gradients come from dense floating tensors with a row for each index; hand other parameters to "
+            "another optimizer (dsa.split_parameters(model) gives both lists)"
         )
 
 
@@ -286,11 +300,11 @@ def wanted_curvatures(
     if isinstance(k, Mapping):
         if name is not None:
             raise ValueError(f"both name={name!r} and a dict of curvatures are given: pass one of them")
-        wanted = [(named_table(tables, key), float(value)) for key, value in k.items()]
+        wanted = [(named_table(tables, key), as_number(f"k[{key!r}]", value)) for key, value in k.items()]
     elif name is not None or len(tables) == 1:
-        wanted = [(named_table(tables, name), float(k))]
+        wanted = [(named_table(tables, name), as_number("k", k))]
     else:
-        wanted = [(table, float(k)) for table in tables.values() if table.k > 0.0]
+        wanted = [(table, as_number("k", k)) for table in tables.values() if table.k > 0.0]
         if not wanted:
             raise ValueError("every table is flat, so that none is meant: pass name=, or a dict")
     for _, value in wanted:

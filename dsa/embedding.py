@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from dsa.arguments import DEFAULT_BACKEND, layout_of_backend
+from dsa.arguments import DEFAULT_BACKEND, as_fraction, layout_of_backend
 from dsa.backends.mapping import Allocate
 from dsa.disk_parameter import DiskParameter, usable_seed
 from dsa.errors import StateMismatchError
@@ -18,6 +18,7 @@ from dsa.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_ini
 from dsa.lookup import look_up
 from dsa.maintenance import write_weights
 from dsa.manifolds import manifold_of
+from dsa.options import as_index, as_number
 from dsa.portable import Portable
 from dsa.pretrained import pretrained_options, pretrained_source
 from dsa.reference import check_reference, reference_to
@@ -69,8 +70,10 @@ class _DiskModule(Portable, torch.nn.Module):
                 f"max_norm={max_norm!r} is a Euclidean norm and means nothing on a ball (k={spec.k!r}): "
                 "leave it out"
             )
-        if max_norm is not None and not max_norm >= 0.0:
+        if max_norm is not None and not as_number("max_norm", max_norm) >= 0.0:
             raise ValueError(f"max_norm={max_norm!r} is out of range: pass a number >= 0, or None")
+        if not as_number("norm_type", norm_type) > 0.0 and max_norm is not None:
+            raise ValueError(f"norm_type={norm_type!r} is the p of no norm: pass a number > 0")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _padding(padding_idx, num_embeddings)
@@ -91,11 +94,14 @@ class _DiskModule(Portable, torch.nn.Module):
 
     def flush(self) -> None:
         """Return once the state directory is durable on disk."""
-        with self.weight.state.exclusive:
+        with self.weight.state.use():
             self.weight.state.flush()
 
     def close(self) -> None:
-        """Close the state directory, for all who share it; closing twice is silent."""
+        """Close the state directory, for all who share it; closing twice is silent.
+
+        Afterwards only questions are answered: ``state_dict()``, ``repr``, ``k``.
+        """
         with self.weight.state.exclusive:
             self.weight.state.close()
 
@@ -139,6 +145,7 @@ class _DiskModule(Portable, torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self.weight.state.require_open()
         reference = state_dict.get(prefix + "_extra_state")
         if prefix + "weight" in state_dict:
             self._load_weights(state_dict[prefix + "weight"], error_msgs)
@@ -413,11 +420,9 @@ def _refuse(scale_grad_by_freq: bool, sparse: bool) -> None:
 def _padding(padding_idx: int | None, rows: int) -> int | None:
     if padding_idx is None:
         return None
-    if not isinstance(padding_idx, int):
-        raise TypeError(f"padding_idx={padding_idx!r} is not a row: pass an integer, or None")
-    if not -rows <= padding_idx < rows:
+    if not -rows <= (index := as_index("padding_idx", padding_idx)) < rows:
         raise ValueError(f"padding_idx={padding_idx!r} is outside the table of {rows} rows: pass a row of it")
-    return padding_idx % rows
+    return index % rows
 
 
 def _spec(
@@ -427,12 +432,11 @@ def _spec(
         raise ValueError("a table's name can't be empty: pass a string")
     if state not in _STATES:
         raise ValueError(f"state={state!r} is not known: use one of {sorted(_STATES)}")
-    if not 0.0 < fraction <= 1.0:
-        raise ValueError(f"init_max_norm_fraction={fraction!r} is out of range: pass a number in (0, 1]")
-    manifold_of(float(k))
+    fraction, k = as_fraction(fraction), as_number("k", k)
+    manifold_of(k)
     per, second_moment = _STATES[state]
     first = _default_init(rows, dim, k) if source is None else as_initializer(source)
-    return TableSpec(name, adam_schema(dim, second_moment_per=per), first, float(k), second_moment, fraction)
+    return TableSpec(name, adam_schema(dim, second_moment_per=per), first, k, second_moment, fraction)
 
 
 def _default_init(rows: int, dim: int, k: float) -> Initializer:

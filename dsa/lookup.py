@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,12 +63,11 @@ def look_up(
         raise RowTypeError(f"the ids for table {table.name!r} are a {type(ids).__name__}: pass a tensor")
     rows = as_rows(to_array(ids).reshape(-1), len(table), table.name)
     unique, inverse = unique_inverse(rows)
-    state.require_open()
-    with state.exclusive, thread_limit(torch.get_num_threads()):
+    with state.use(), thread_limit(torch.get_num_threads()):
         state.settle()
         values = read_weights(table, unique)
         if max_norm is not None:
-            changed = _clip(values, max_norm, norm_type)
+            changed = _clip(values, float(max_norm), float(norm_type))
             if training and torch.is_grad_enabled() and len(changed):
                 write_weights(state, table, unique[changed], values[changed])
     gathered = _onto(torch.from_numpy(values), weight)
@@ -107,11 +107,27 @@ class _Gather(torch.autograd.Function):
 
 
 def _clip(values: NDArray[np.float32], max_norm: float, norm_type: float) -> NDArray[np.int64]:
-    """Scale rows beyond `max_norm` down to it in place, as torch does, and return which they were."""
-    norms = np.linalg.norm(values.astype(np.float64), ord=norm_type, axis=1)
-    beyond = np.flatnonzero(norms > max_norm)
-    values[beyond] *= (max_norm / (norms[beyond] + 1e-7))[:, None].astype(np.float32)
-    return beyond
+    """Scale rows beyond `max_norm` down to it in place, as torch does, and return which they were.
+
+    Rounding may leave the scaled row a little beyond. It is scaled on, first by the smallest step that there
+    is, so that a row that was clipped and stored is not clipped again: a run that is killed between forward
+    and step goes on with the same bits.
+    """
+    norms = _norms(values, norm_type)
+    clipped = np.flatnonzero(norms > max_norm)
+    values[clipped] *= (max_norm / (norms[clipped] + 1e-7))[:, None].astype(np.float32)
+    beyond = clipped
+    for exponent in range(-24, 1):  # the last step leaves nothing
+        beyond = beyond[_norms(values[beyond], norm_type) > max_norm]
+        if len(beyond) == 0:
+            break
+        factor = np.float32(1.0 - math.ldexp(0.5, exponent)) if exponent else np.float32(0.0)
+        values[beyond] = np.nextafter(values[beyond] * factor, np.float32(0.0))
+    return clipped
+
+
+def _norms(values: NDArray[np.float32], norm_type: float) -> NDArray[np.float64]:
+    return np.asarray(np.linalg.norm(values.astype(np.float64), ord=norm_type, axis=1))
 
 
 def _position(rows: Rows, padding_idx: int | None) -> int | None:

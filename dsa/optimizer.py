@@ -15,6 +15,7 @@ from dsa import maintenance
 from dsa.arguments import (
     DEFAULT_BACKEND,
     Params,
+    as_fraction,
     checked_updates,
     curvatures_of,
     dialect_of,
@@ -38,6 +39,7 @@ from dsa.conventions import (
 from dsa.curvature import CurvatureMap
 from dsa.kernels.threads import thread_limit
 from dsa.opening import open_state
+from dsa.options import as_number, group_options
 from dsa.portable import Portable
 from dsa.prefetch import Prefetcher
 from dsa.replacement import change_curvature
@@ -153,17 +155,17 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         sources = named_sources(params)
         dialect = dialect_of(convention, bias_correction)
         options = AdamOptions(
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
+            lr=as_number("lr", lr),
+            beta1=as_number("beta1", beta1),
+            beta2=as_number("beta2", beta2),
+            eps=as_number("eps", eps),
+            weight_decay=as_number("weight_decay", weight_decay),
             weight_decay_mode=weight_decay_mode,
             eps_placement=dialect.eps_placement,
             bias_correction=dialect.bias_correction,
             second_moment=second_moment,
             v_transport=v_transport,
-            max_step=max_step,
+            max_step=None if max_step is None else as_number("max_step", max_step),
         )
         curvatures = curvatures_of(k, sources)
         if max_step is not None and not any(curvatures.values()):
@@ -171,10 +173,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
                 f"max_step={max_step!r} is a length on the ball, but every table has k=0: leave it out, or "
                 "pass k > 0"
             )
-        if not 0.0 < init_max_norm_fraction <= 1.0:
-            raise ValueError(
-                f"init_max_norm_fraction={init_max_norm_fraction!r} is out of range: pass a number in (0, 1]"
-            )
+        init_max_norm_fraction = as_fraction(init_max_norm_fraction)
         specs = [
             table_spec(name, source, curvatures[name], second_moment, init_max_norm_fraction)
             for name, source in sources.items()
@@ -331,8 +330,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         Returns:
             The number of rows that were projected. Rows that had to be reset are told of in a warning.
         """
-        self._state.require_open()
-        with self._state.exclusive:
+        with self._state.use():
             self._state.settle()
             tables = (
                 list(self._state.tables.values()) if name is None else [named_table(self._state.tables, name)]
@@ -341,12 +339,14 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
 
     def flush(self) -> None:
         """Return once everything is durable on disk."""
-        self._state.require_open()
-        with self._state.exclusive:
+        with self._state.use():
             self._state.flush()
 
     def close(self) -> None:
-        """Flush and release the directory; closing twice is silent. Nothing else works afterwards."""
+        """Flush and release the directory; closing twice is silent.
+
+        Afterwards only questions are answered: ``stats()``, ``global_step``, ``param_groups``, ``repr``.
+        """
         self._prefetcher.close()
         if self._state.is_open:
             with self._state.exclusive:
@@ -406,32 +406,12 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
     @contextlib.contextmanager
     def _ready(self) -> Iterator[StateDirectory]:
         """Hold the state with nothing pending; other threads wait."""
-        self._state.require_open()
-        with self._state.exclusive, thread_limit(torch.get_num_threads()):
+        with self._state.use(), thread_limit(torch.get_num_threads()):
             self._state.settle()
             yield self._state
 
     def _options(self) -> AdamOptions:
-        group = self.param_groups[0]
-        beta1, beta2 = group["betas"]
-        fixed = self._fixed
-        current = (
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(group["weight_decay"]),
-        )
-        if current != (fixed.lr, fixed.beta1, fixed.beta2, fixed.eps, fixed.weight_decay):
-            self._fixed = AdamOptions(
-                *current,
-                fixed.weight_decay_mode,
-                fixed.eps_placement,
-                fixed.bias_correction,
-                fixed.second_moment,
-                fixed.v_transport,
-                fixed.max_step,
-            )
+        self._fixed = group_options(self.param_groups[0], self._fixed)
         return self._fixed
 
     def _batch(self, name: str, indices: object, grad: object) -> tuple[Table, Any, Any]:

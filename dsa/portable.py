@@ -132,6 +132,7 @@ class Portable:
             StateMismatchError: its tables are not the state's.
             DiskSpaceError: there is no room for both.
         """
+        self._portable_state().require_open()
         opened = open_content(url, base=base, verify=verify_hashes, storage_options=storage_options)
         import_state(self._portable_state(), opened, progress)
 

@@ -12,7 +12,7 @@ import torch
 from dsa.arguments import require_second_moment
 from dsa.disk_parameter import DiskParameter
 from dsa.init import Zeros
-from dsa.resident import ParameterWeights
+from dsa.resident import ParameterWeights, require_writable, row_elements
 from dsa.schema import adam_schema
 from dsa.sharing import check_choice, check_resume, join_tables
 from dsa.state import StateDirectory
@@ -73,6 +73,8 @@ class Registry:
             specs[parameter].name for parameter, name in places if name is None and parameter in specs
         )
         made: dict[torch.Tensor, Table] = {}
+        for parameter, spec in specs.items():
+            require_writable(parameter, spec.name)  # before a file is made
         if specs or state is None:
             where = self._place(state, specs)
             state, tables = join_tables(where, list(specs.values()), user, self.resume, self.choice)
@@ -128,7 +130,7 @@ class Registry:
             raise ValueError(
                 f"the parameter {name!r} is float64, but steps are computed in float32: convert it to float32"
             )
-        rows, dim = parameter.shape
+        rows, dim = len(parameter), row_elements(parameter.shape)
         per: Literal["element", "row"] = "row" if self.second_moment == "row" else "element"
         schema = adam_schema(dim, second_moment_per=per, weights=False)
         return TableSpec(name, schema, Zeros(rows, dim), 0.0, self.second_moment, 1.0)

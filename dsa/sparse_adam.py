@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, NamedTuple, NoReturn, Self, final, overload
 
-import numpy as np
 import torch
 
 from dsa.arguments import (
@@ -22,21 +20,22 @@ from dsa.arguments import (
     named_table,
 )
 from dsa.backends.mapping import Allocate
-from dsa.coalesce import as_gradient, as_rows, coalesce
+from dsa.coalesce import as_rows
 from dsa.conventions import AdamOptions, BiasCorrection, Convention, SecondMoment, VTransport, WeightDecayMode
-from dsa.disk_parameter import DiskParameter
 from dsa.errors import StateMismatchError, TrainingWarning
 from dsa.fingerprints import require_belonging, vouch
+from dsa.flattening import gradient_rows, moments_by_rows
 from dsa.foreign import import_sparse_adam
 from dsa.holders import abandoned
 from dsa.kernels.layout import Floats
 from dsa.kernels.threads import thread_limit
 from dsa.notices import notify
+from dsa.options import as_number, group_options
 from dsa.portable import Portable
 from dsa.prefetch import Prefetcher
 from dsa.reference import check_reference, merged_groups, reference_to
 from dsa.registration import Registry, require_ball
-from dsa.resident import put_rows, take_rows
+from dsa.resident import ParameterWeights, put_rows, row_elements
 from dsa.schema import Rows
 from dsa.state import Effect, StateDirectory
 from dsa.statistics import Counters, statistics
@@ -141,7 +140,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         async_writes: bool = False,
         convention: Convention | None = None,
     ) -> None:
-        if not float(lr) > 0.0:
+        if not as_number("lr", lr) > 0.0:
             raise ValueError(f"lr={lr!r} is out of range: pass a number > 0 (a scheduler may set 0 later)")
         dialect = dialect_of(convention, bias_correction, Convention("uncorrected", "row"))
         self._fixed = AdamOptions(
@@ -150,7 +149,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
             bias_correction=dialect.bias_correction,
             second_moment=second_moment,
             v_transport=v_transport,
-            max_step=max_step,
+            max_step=None if max_step is None else as_number("max_step", max_step),
         )
         queue = Queue() if async_writes else None
         choice = StorageChoice(allocate, layout_of_backend(backend), durability, queue)
@@ -169,7 +168,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         }
         groups = named_groups(params)
         for group in groups:
-            _group_options({**defaults, **group}, self._fixed)
+            group_options({**defaults, **group}, self._fixed)
         require_ball(max_step, groups)
         super().__init__(groups, defaults)
         self._register()
@@ -190,8 +189,10 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         Raises:
             ValueError: a parameter is here already or can't be a table, or an option is out of range.
         """
+        if self._state is not None:
+            self._state.require_open()
         (group,) = named_groups([param_group])
-        _group_options({**self.defaults, **group}, self._fixed)
+        group_options({**self.defaults, **group}, self._fixed)
         super().add_param_group(group)
         if self._state is None:
             return  # the constructor adds its groups one by one, and registers them together
@@ -223,6 +224,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
             GradientError: a gradient is not finite; nothing has changed.
             CorruptRowError: a stored row is implausible; nothing has changed.
         """
+        self._require_state().require_open()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -277,23 +279,30 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
             raise TypeError(f"{type(state_dict).__name__} is no state dict: pass what state_dict() returned")
         merged = merged_groups(state_dict.get("param_groups"), self.param_groups)
         for group in merged:
-            _group_options(group, self._fixed)
+            group_options(group, self._fixed)
         with self._ready() as state:
             if "dsa" in state_dict:
                 check_reference(state, self.param_names, state_dict["dsa"])
             else:
-                import_sparse_adam(state, list(self._tables.values()), state_dict.get("state"))
+                import_sparse_adam(
+                    state,
+                    list(self._tables.values()),
+                    moments_by_rows(state_dict.get("state"), list(self._tables)),
+                )
             vouch(list(self._tables.values()))
         super().load_state_dict({"state": {}, "param_groups": merged})
 
     def flush(self) -> None:
         """Return once everything is durable on disk."""
         state = self._require_state()
-        with state.exclusive:
+        with state.use():
             state.flush()
 
     def close(self) -> None:
-        """Close the state directory, for the modules that share it too; closing twice is silent."""
+        """Close the state directory, for the modules that share it too; closing twice is silent.
+
+        Afterwards only questions are answered: ``state_dict()``, ``stats()``, ``repr``, and properties.
+        """
         self._prefetcher.close()
         if self._state is not None:
             with self._state.exclusive:
@@ -324,7 +333,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
     def _gradients(self) -> list[tuple[torch.Tensor, torch.Tensor, AdamOptions]]:
         grads = []
         for group in self.param_groups:
-            options = _group_options(group, self._fixed)
+            options = group_options(group, self._fixed)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -368,27 +377,20 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
 
     def _part(self, parameter: torch.Tensor, grad: torch.Tensor, options: AdamOptions) -> _Part:
         table = self._tables[parameter]
-        if parameter.shape != (len(table), table.dim):
+        if (len(parameter), row_elements(parameter.shape)) != (len(table), table.dim):
             raise StateMismatchError(
                 f"the parameter {table.name!r} is {tuple(parameter.shape)} now but its table is {len(table)} "
                 f"x {table.dim}: build a new optimizer after changing a parameter's shape"
             )
-        if grad._nnz() == 0:
-            # numpy would pin the storage of the gradient, which torch has to enlarge in the next backward.
-            rows, values = np.empty(0, np.int64), np.empty((0, table.dim), np.float32)
-        else:
-            rows = as_rows(to_array(grad._indices()[0]), len(table), table.name)
-            values = as_gradient(to_array(grad._values()), len(rows), table.dim, table.name)
-        rows, values = coalesce(rows, values, table.name)
-        weights = None if isinstance(parameter, DiskParameter) else take_rows(parameter, rows)
+        rows, values = gradient_rows(grad, table)
+        weights = table.held.lend(rows) if isinstance(table.held, ParameterWeights) else None
         return _Part(parameter, table, rows, values, options, weights)
 
     @contextlib.contextmanager
     def _ready(self) -> Iterator[StateDirectory]:
         """Hold the state with nothing pending; other threads wait."""
         state = self._require_state()
-        state.require_open()
-        with state.exclusive, thread_limit(torch.get_num_threads()):
+        with state.use(), thread_limit(torch.get_num_threads()):
             state.settle()
             yield state
 
@@ -417,25 +419,3 @@ def _weights_of(part: _Part) -> list[Effect]:
     """Return what puts the new weights into a parameter in memory, with its own copy of the rows."""
     weights = part.weights
     return [] if weights is None else [partial(put_rows, part.parameter, part.rows.copy(), weights)]
-
-
-def _group_options(group: dict[str, Any], fixed: AdamOptions) -> AdamOptions:
-    """Return the options of one group.
-
-    Raises:
-        ValueError: one is out of range.
-    """
-    try:
-        beta1, beta2 = group["betas"]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"betas={group['betas']!r} are not two numbers: pass a pair") from error
-    return replace(
-        fixed,
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        weight_decay_mode=group["weight_decay_mode"],
-        maximize=bool(group["maximize"]),
-    )

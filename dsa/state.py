@@ -315,6 +315,18 @@ class StateDirectory:
         self._require_sound()
         self.held.check()
 
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Hold the open state, while other threads wait.
+
+        Raises:
+            StateError: it can't be used, perhaps since this thread waited for it; see `require_open`.
+        """
+        self.require_open()
+        with self.exclusive:
+            self.require_open()
+            yield
+
     def note_export(self, root: str, step: int) -> None:
         """Remember a checkpoint, so that later ones may hold only what has changed since."""
         self._metadata.exports = {**self._metadata.exports, root: step}

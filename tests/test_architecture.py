@@ -35,6 +35,7 @@ FLOORS = [
         [
             "dsa.arguments",
             "dsa.estimation",
+            "dsa.flattening",
             "dsa.foreign",
             "dsa.gradients",
             "dsa.reference",
@@ -88,6 +89,7 @@ FLOORS = [
     ("the protocol of a backend", ["dsa.backends.base"]),
     ("curvature and first weights", ["dsa.curvature", "dsa.init"]),
     ("spaces and the system", ["dsa.manifolds", "dsa.system", "dsa.from_array", "dsa.tensors"]),
+    ("memory and numbers", ["dsa.memory", "dsa.options"]),
     ("fused passes", ["dsa.kernels.adam", "dsa.kernels.poincare"]),
     (
         "parts of passes",
@@ -139,10 +141,12 @@ GUARDED = {
         "dsa.arguments",
         "dsa.disk_parameter",
         "dsa.embedding",
+        "dsa.flattening",
         "dsa.gradients",
         "dsa.holders",
         "dsa.lookup",
         "dsa.optimizer",
+        "dsa.options",
         "dsa.pretrained",
         "dsa.registration",
         "dsa.resident",

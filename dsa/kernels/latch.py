@@ -45,7 +45,9 @@ class Latch:
     def __init__(self) -> None:
         lock = _allocate()
         if not lock:
-            raise MemoryError("the system has no lock left: end other programs or threads")
+            raise MemoryError(
+                f"{_allocate.__name__} got no lock from the system: end other programs or threads"
+            )
         _acquire(lock, 1)
         self.open = partial(_release, lock)
         self.wait = partial(_acquire, lock, 1)

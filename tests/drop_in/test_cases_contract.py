@@ -213,10 +213,12 @@ def test_c17_everything_at_once_is_refused_with_the_recipe(make):
     model = torch.nn.ModuleDict(
         {"bag": torch.nn.EmbeddingBag(10, 4, sparse=True), "top": torch.nn.Linear(4, 1)}
     )
+    optimizer = make.adam(model)
+    model["top"](model["bag"](torch.tensor([[1, 2]]))).sum().backward()
     with pytest.raises(
-        ValueError, match=r"hand other parameters to another optimizer \(dsa.split_parameters\(model\)"
+        RuntimeError, match=r"hand dense parameters to another optimizer \(dsa.split_parameters\(model\)"
     ):
-        make.adam(model)
+        optimizer.step()
 
 
 def test_c18_weights_loaded_in_place_are_the_ones_stepped_from(make):

@@ -80,8 +80,8 @@ BAD_PARAMETERS = [
     ([("a", parameter()), ("a", parameter())], ValueError, "'a'"),
     ([("", parameter())], ValueError, "name"),
     ([{"lr": 0.1}], (ValueError, KeyError), "params"),
-    ([parameter()[0]], ValueError, r"shape \(2,\)"),
-    ([torch.nn.Parameter(torch.zeros(2, 2, 2))], ValueError, r"shape \(2, 2, 2\)"),
+    ([torch.nn.Parameter(torch.zeros(()))], ValueError, r"shape \(\)"),
+    ([torch.nn.Parameter(torch.zeros(2, 0))], ValueError, "0"),
     ([torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))], ValueError, "complex64"),
     ([torch.nn.Parameter(torch.zeros(2, 2, device="meta"))], ValueError, "meta"),
     ([torch.nn.Parameter(torch.zeros(0, 2))], ValueError, "rows is 0"),
@@ -102,7 +102,7 @@ BAD_OPTIONS = [
     ({"lr": -1.0}, ValueError, "lr=-1.0"),
     ({"lr": float("nan")}, ValueError, "lr=nan"),
     ({"lr": float("inf")}, ValueError, "lr=inf"),
-    ({"lr": torch.tensor([0.1, 0.2])}, (ValueError, RuntimeError), "one element"),
+    ({"lr": torch.tensor([0.1, 0.2])}, TypeError, "lr="),
     ({"betas": (1.0, 0.9)}, ValueError, "beta1=1.0 is out of range"),
     ({"betas": (0.9, -0.1)}, ValueError, "beta2=-0.1"),
     ({"betas": (0.9,)}, ValueError, "."),
@@ -133,7 +133,7 @@ def test_what_cannot_be_options(make, number):
 
 
 @pytest.mark.parametrize(
-    "fault", [{"lr": -1.0}, {"betas": (2.0, 0.9)}, {"params": [torch.zeros(3)]}], ids=str
+    "fault", [{"lr": -1.0}, {"betas": (2.0, 0.9)}, {"params": [torch.zeros(())]}], ids=str
 )
 def test_a_fault_of_a_later_group_leaves_nothing_behind(make, fault):
     with pytest.raises(ValueError, match=r"is out of range|can't be a table"):
@@ -155,7 +155,7 @@ def test_a_table_that_does_not_fit_leaves_the_directory_closed(make):
 
 
 @pytest.mark.parametrize(
-    "fault", [{"lr": -1.0}, {"betas": (2.0, 0.9)}, {"params": [torch.zeros(3)]}], ids=str
+    "fault", [{"lr": -1.0}, {"betas": (2.0, 0.9)}, {"params": [torch.zeros(())]}], ids=str
 )
 def test_a_fault_of_an_added_group_changes_nothing(make, fault):
     layer, optimizer = make.pair("memory", 4, 2)
