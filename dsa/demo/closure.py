@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dsa.demo.graph import EdgeList, Nodes, build_graph
-from dsa.demo.jit import jit
 from dsa.errors import GraphError
+from dsa.kernels.compiled import compiled
 
 __all__ = ["MAX_CLOSURE_EDGES", "transitive_closure"]
 
@@ -57,7 +57,7 @@ def _cycle_text(names: tuple[str, ...], cycle: Nodes) -> str:
     return " -> ".join(shown + end)
 
 
-@jit
+@compiled
 def _ancestors_first(offsets: Nodes, parents: Nodes) -> tuple[Nodes, Nodes]:
     """Return the nodes in an order that puts ancestors first, and a cycle (empty if there is none).
 
@@ -99,7 +99,7 @@ def _ancestors_first(offsets: Nodes, parents: Nodes) -> tuple[Nodes, Nodes]:
     return order, path[:0].copy()
 
 
-@jit
+@compiled
 def _close(order: Nodes, offsets: Nodes, parents: Nodes, max_edges: int) -> tuple[Nodes, Nodes]:
     """Return per node of `order` the number of its ancestors, and these one after the other.
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.demo.graph import Nodes
-from dsa.demo.jit import jit
+from dsa.kernels.compiled import compiled
 
 __all__ = ["softmax_loss"]
 
@@ -44,7 +44,7 @@ def softmax_loss(points: Points, k: float, children: Nodes, candidates: Nodes) -
     return loss, gradient
 
 
-@jit
+@compiled
 def _accumulate(points: Points, k: float, children: Nodes, candidates: Nodes, gradient: Points) -> float:
     dim = points.shape[1]
     share = 1.0 / len(children)
@@ -81,7 +81,7 @@ def _accumulate(points: Points, k: float, children: Nodes, candidates: Nodes, gr
     return total * share
 
 
-@jit
+@compiled
 def _pull(
     points: Points, gaps: Points, k: float, u: int, x: int, square: float, pull: float, gradient: Points
 ) -> None:

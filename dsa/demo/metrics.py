@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.demo.graph import Graph, Nodes
-from dsa.demo.jit import jit
+from dsa.kernels.compiled import compiled
 
 __all__ = ["Reconstruction", "reconstruction", "sample_nodes"]
 
@@ -76,7 +76,7 @@ def reconstruction(
     return Reconstruction(float(precision.mean()), float(ranks.sum() / edges), len(nodes), edges)
 
 
-@jit
+@compiled
 def _rank(
     part: Nodes,
     nodes: Nodes,
@@ -111,7 +111,7 @@ def _rank(
             ranks[entry] += 1 + ahead
 
 
-@jit
+@compiled
 def _nearness(points: Points, gaps: Points, node: int, out: Points) -> None:
     for x in range(len(points)):
         total = 0.0

@@ -13,8 +13,8 @@ from typing import NamedTuple, final
 import numpy as np
 
 from dsa.demo.graph import Graph, Nodes
-from dsa.demo.jit import jit
 from dsa.demo.settings import Settings
+from dsa.kernels.compiled import compiled
 
 __all__ = ["Batch", "Sampler"]
 
@@ -83,7 +83,7 @@ def _assemble(graph: Graph, edges: Nodes, pool: Nodes, starts: Nodes, count: int
     return Batch(rows, position[:size], candidates)
 
 
-@jit
+@compiled
 def _choose(
     children: Nodes, pool: Nodes, starts: Nodes, count: int, offsets: Nodes, ancestors: Nodes
 ) -> tuple[Nodes, np.ndarray[tuple[int], np.dtype[np.bool_]]]:

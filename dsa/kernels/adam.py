@@ -13,10 +13,10 @@ SparseAdam would lose a small square beside a large v when beta2 is 0.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from dsa.conventions import AdamOptions
 from dsa.kernels.checks import all_finite, count_update, is_finite, is_updatable
+from dsa.kernels.compiled import compiled
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
 from dsa.kernels.report import StepReport
@@ -65,7 +65,7 @@ def adam_step(
 # and the scalar code runs, nine times slower.
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _element_wise_rows(
     words: Words,
     floats: Floats,
@@ -101,7 +101,7 @@ def _element_wise_rows(
     return -1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _row_wise_rows(
     words: Words,
     floats: Floats,

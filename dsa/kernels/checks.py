@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 
+from dsa.kernels.compiled import compiled
 from dsa.kernels.layout import WordLayout, Words, as_words, word_layout
 from dsa.schema import TORN, Records
 
@@ -33,7 +33,7 @@ _INFINITY: Final = np.int32(0x7F800000)
 _ZERO: Final = np.int32(0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def all_finite(patterns: Words) -> bool:
     """Tell whether float32 bit patterns are all finite."""
     largest = _ZERO
@@ -42,7 +42,7 @@ def all_finite(patterns: Words) -> bool:
     return bool(largest < _INFINITY)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _any_sign(patterns: Words) -> bool:
     lowest = _ZERO
     for j in range(patterns.shape[0]):
@@ -50,13 +50,13 @@ def _any_sign(patterns: Words) -> bool:
     return bool(lowest < _ZERO)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def is_finite(words: Words, i: int, layout: WordLayout) -> bool:
     """Tell whether the moments of record `i`, and its weight if it has one, are finite."""
     return all_finite(words[i, layout.first : layout.t])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def is_updatable(words: Words, i: int, layout: WordLayout) -> bool:
     """Tell whether an update may use record `i`: no negative second moment, counter or stamp.
 
@@ -66,7 +66,7 @@ def is_updatable(words: Words, i: int, layout: WordLayout) -> bool:
     return not _any_sign(words[i, layout.v : layout.s + 1])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def count_update(words: Words, i: int, layout: WordLayout, stamp: int) -> None:
     """Advance the counter of record `i`, which stays at its last value, and set its stamp."""
     if words[i, layout.t] < LAST_COUNT:
@@ -74,7 +74,7 @@ def count_update(words: Words, i: int, layout: WordLayout, stamp: int) -> None:
     words[i, layout.s] = stamp
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _first_implausible(words: Words, layout: WordLayout) -> int:
     for i in range(words.shape[0]):
         if not is_updatable(words, i, layout) or not is_finite(words, i, layout):

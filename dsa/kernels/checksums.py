@@ -18,8 +18,9 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from dsa.kernels.compiled import compiled
 
 __all__ = ["add_word", "factors"]
 
@@ -48,7 +49,7 @@ def _factors(count: int) -> NDArray[np.int32]:
     return (hashed | np.uint32(1)).view(np.int32)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def add_word(total: np.int32, word: np.int32, factor: np.int32) -> np.int32:
     """Return a checksum to which one more word has been added."""
     # Shifts of int32 drag the sign in: the masks make them logical. Typed as int32, or numba widens the loop.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dsa.kernels.checksums import add_word
+from dsa.kernels.compiled import compiled
 from dsa.kernels.layout import Words
 from dsa.kernels.prefetching import AHEAD, LINE_WORDS, prefetch_word
 from dsa.schema import Rows
@@ -46,7 +46,7 @@ def units_of(records: NDArray[Any], unit: np.dtype[np.signedinteger[Any]]) -> Un
     return records.view(np.uint8).reshape(len(records), records.dtype.itemsize).view(unit)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _ask_ahead(table: Units, rows: Rows, p: int, first: int) -> None:
     # A row of one number takes no time: to hide the latency of its line it must be asked for much earlier.
     width = table.shape[1]
@@ -56,7 +56,7 @@ def _ask_ahead(table: Units, rows: Rows, p: int, first: int) -> None:
             prefetch_word(table, rows[p + ahead] - first, column)  # type: ignore[call-arg]  # numba passes it
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def gather_column(table: Units, rows: Rows, first: int, records: Units, column: int) -> None:
     """Copy ``records[p, column:] = table[rows[p] - first]``, as many units as the table has columns."""
     width = table.shape[1]
@@ -68,7 +68,7 @@ def gather_column(table: Units, rows: Rows, first: int, records: Units, column: 
             target[j] = source[j]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def scatter_column(table: Units, rows: Rows, first: int, records: Units, column: int) -> None:
     """Copy ``table[rows[p] - first] = records[p, column:]``, as many units as the table has columns."""
     width = table.shape[1]
@@ -80,7 +80,7 @@ def scatter_column(table: Units, rows: Rows, first: int, records: Units, column:
             target[j] = source[j]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _summed(units: Units, factors: Words, total: np.int32) -> np.int32:
     # A loop of its own: with the copying it needs checks for overlaps, and was measured to be slower.
     for j in range(units.shape[0]):
@@ -88,7 +88,7 @@ def _summed(units: Units, factors: Words, total: np.int32) -> np.int32:
     return total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def gather_summed(
     table: Units, rows: Rows, first: int, records: Units, column: int, factors: Words, sums: Words
 ) -> None:
@@ -113,7 +113,7 @@ def gather_summed(
         sums[p] = _summed(source, factors, sums[p])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def scatter_summed(
     table: Units, rows: Rows, first: int, records: Units, column: int, factors: Words, sums: Words
 ) -> None:

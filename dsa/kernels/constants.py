@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dsa.conventions import AdamOptions
+from dsa.kernels.compiled import compiled
 
 __all__ = ["StepConstants", "corrections", "epsilon", "step_constants"]
 
@@ -84,7 +84,7 @@ def step_constants(options: AdamOptions, stamp: int, step: int | None) -> StepCo
     )
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def corrections(constants: StepConstants, t: int) -> tuple[float, float]:
     """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` of a row that has been updated `t` times before."""
     count = constants.shared if constants.shared > 0 else t + 1
@@ -100,7 +100,7 @@ def corrections(constants: StepConstants, t: int) -> tuple[float, float]:
     return first, second
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def epsilon(constants: StepConstants, second: float) -> float:
     """Return what is added to ``sqrt(v)``: see `dsa.kernels.adam` on the two placements."""
     return constants.eps * second if constants.corrected else constants.eps

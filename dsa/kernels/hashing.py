@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from dsa.kernels.compiled import compiled
 from dsa.kernels.layout import Words
 
 __all__ = ["hash_words"]
@@ -45,7 +45,7 @@ def _multipliers(width: int) -> NDArray[np.uint64]:
     return multipliers
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _hash_rows(words: Words, multipliers: NDArray[np.uint64], start: np.uint64) -> np.uint64:
     state = start
     for i in range(words.shape[0]):

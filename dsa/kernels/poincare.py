@@ -21,11 +21,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dsa.conventions import AdamOptions
 from dsa.kernels.checks import count_update, is_finite, is_updatable
+from dsa.kernels.compiled import compiled
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.geodesic import BALL_EPS, Geodesic, gap_of, geodesic, is_long_inward, transport_coefficients
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
@@ -72,7 +72,7 @@ def riemannian_adam_step(
     return StepReport(*_element_wise_rows(*common, frame, tensor))
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"})
 def _load(stored: Floats, scratch: Doubles) -> float:
     square = 0.0
     for j in range(scratch.shape[0]):
@@ -82,7 +82,7 @@ def _load(stored: Floats, scratch: Doubles) -> float:
     return square
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"})
 def _dot(x: Doubles, y: Doubles) -> float:
     total = 0.0
     for j in range(x.shape[0]):
@@ -90,7 +90,7 @@ def _dot(x: Doubles, y: Doubles) -> float:
     return total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _across(w: Doubles, u: Doubles, a: float, b: float) -> float:
     """Return the squared length of the part of u that is perpendicular to w."""
     total = 0.0
@@ -100,14 +100,14 @@ def _across(w: Doubles, u: Doubles, a: float, b: float) -> float:
     return total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _geodesic_of(w: Doubles, u: Doubles, a: float, gap: float, k: float, limit: float) -> Geodesic:
     b, c = _dot(w, u), _dot(u, u)
     across = _across(w, u, a, b) if is_long_inward(b, c, gap, k) else 0.0
     return geodesic(a, b, c, across, gap, k, limit)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _load_into_ball(stored: Floats, w: Doubles, k: float) -> tuple[float, float]:
     a = _load(stored, w)
     gap, factor = gap_of(a, k)
@@ -118,7 +118,7 @@ def _load_into_ball(stored: Floats, w: Doubles, k: float) -> tuple[float, float]
     return a, gap
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _element_wise_rows(
     words: Words,
     floats: Floats,
@@ -176,7 +176,7 @@ def _element_wise_rows(
     return -1, clamped, far, longest
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"})
 def _transport_diagonal(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: float) -> None:
     """Replace v by ``rho^2 diag(G diag(v) G^T)``: a diagonal 2-tensor's transport, never negative, O(D).
 
@@ -207,7 +207,7 @@ def _transport_diagonal(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho:
         v[j] = rho * rho * min(max(turned, smallest), largest)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"})
 def _transport_root(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: float) -> None:
     """Replace v by the square of its transported root, the original reading: not equivariant under flips."""
     p = q = 0.0
@@ -221,7 +221,7 @@ def _transport_root(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: flo
         v[j] = root * root
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"})
 def _row_wise_rows(
     words: Words,
     floats: Floats,
@@ -299,7 +299,7 @@ def exp_transport(
     return new, list(moved)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _exp_transport_rows(points: Doubles, steps: Doubles, vectors: Doubles, k: float, limit: float) -> None:
     w = np.empty(points.shape[1])
     for i in range(points.shape[0]):
@@ -329,7 +329,7 @@ def transport_diagonal(w: Doubles, u: Doubles, v: Doubles, k: float) -> Doubles:
     return new
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _transport_diagonal_rows(points: Doubles, steps: Doubles, diagonals: Doubles, k: float) -> None:
     w = np.empty(points.shape[1])
     for i in range(points.shape[0]):

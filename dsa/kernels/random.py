@@ -33,8 +33,9 @@ import math
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from dsa.kernels.compiled import compiled
 
 __all__ = ["MAX_NORMAL", "checked_positions", "fill_normal", "fill_uniform", "philox4x32", "standard_normal"]
 
@@ -173,7 +174,7 @@ def checked_positions(
     return places
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def philox4x32(
     c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
@@ -199,7 +200,7 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+@compiled(inline="always")
 def standard_normal(word: np.uint32) -> float:
     """Return the quantile of the standard normal distribution at ``(word + 0.5) / 2^32``.
 
@@ -213,12 +214,12 @@ def standard_normal(word: np.uint32) -> float:
     return math.copysign(_polynomial(_TAIL_OVER, root) / _polynomial(_TAIL_UNDER, root), q)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+@compiled(inline="always")
 def _polynomial(c: tuple[float, ...], x: float) -> float:
     return ((((((c[7] * x + c[6]) * x + c[5]) * x + c[4]) * x + c[3]) * x + c[2]) * x + c[1]) * x + c[0]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _log(x: float) -> float:
     # Libraries differ in the last bit of a logarithm. With x = 2^e y and sqrt(1/2) <= y < sqrt(2),
     # log x = e log 2 + 2 artanh s where s = (y - 1) / (y + 1); as s^2 < 0.0295, eleven terms leave less than
@@ -234,7 +235,7 @@ def _log(x: float) -> float:
     return np.float64(exponent) * _LOG_2 + 2.0 * s * (1.0 + series)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _fill_words(key: np.uint64, seed: np.uint64, words: NDArray[np.uint32]) -> None:
     low, high = key & _MASK, key >> _WORD
     k0, k1 = seed & _MASK, seed >> _WORD
@@ -250,7 +251,7 @@ def _fill_words(key: np.uint64, seed: np.uint64, words: NDArray[np.uint32]) -> N
 # twice as long.
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _fill_normal(
     keys: NDArray[np.uint64],
     seed: np.uint64,
@@ -269,7 +270,7 @@ def _fill_normal(
         out[places[i]] = row
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _fill_uniform(
     keys: NDArray[np.uint64],
     seed: np.uint64,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Final, final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from dsa.kernels.compiled import compiled
 from dsa.schema import Rows
 
 __all__ = ["RowIndex"]
@@ -69,12 +69,12 @@ def _empty_table(slots: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDAr
     return np.full(slots, _FREE, np.int64), np.zeros(slots, np.int64), np.zeros(2, np.int64)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _home(row: int, slots: int) -> int:
     return int((np.uint64(row) * _MULTIPLIER) >> np.uint64(20)) & (slots - 1)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _find(keys: NDArray[np.int64], row: int) -> tuple[int, int]:
     """Return the slot of a row, or -1, and the slot where it would be put."""
     place = -1
@@ -88,7 +88,7 @@ def _find(keys: NDArray[np.int64], row: int) -> tuple[int, int]:
     return -1, slot if place < 0 else place
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _put(
     keys: NDArray[np.int64],
     values: NDArray[np.int64],
@@ -105,7 +105,7 @@ def _put(
         values[place] = first_value + i
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _put_pairs(
     keys: NDArray[np.int64],
     values: NDArray[np.int64],
@@ -120,7 +120,7 @@ def _put_pairs(
     counts[_USED] = counts[_OCCUPIED] = rows.shape[0]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _get(keys: NDArray[np.int64], values: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
     found = np.empty(rows.shape[0], np.int64)
     for i in range(rows.shape[0]):
@@ -129,7 +129,7 @@ def _get(keys: NDArray[np.int64], values: NDArray[np.int64], rows: Rows) -> NDAr
     return found
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _remove(
     keys: NDArray[np.int64],
     values: NDArray[np.int64],
