@@ -19,6 +19,7 @@ The tree; each class also inherits the builtin that callers already catch::
     │   ├── CheckpointIncompleteError (RuntimeError)       an interrupted export or copy, or no checkpoint
     │   ├── CheckpointCorruptError    (ValueError)         content or description changed, or files missing
     │   ├── CheckpointMismatchError   (ValueError)         another format, or a version not known here
+    │   ├── CheckpointReadError       (OSError)            the store refused or failed while it was read
     │   └── CheckpointWriteError      (OSError)            the disk or the store refused while it was written
     ├── CorruptRowError               (ValueError)         a stored row holds implausible values
     ├── DiskSpaceError                (OSError, ENOSPC)    not enough room; raised before a byte is written
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointIncompleteError",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
+    "CheckpointReadError",
     "CheckpointWriteError",
     "CorruptRowError",
     "DSAError",
@@ -135,6 +137,10 @@ class CheckpointCorruptError(CheckpointError, ValueError):
 
 class CheckpointMismatchError(CheckpointError, ValueError):
     """The checkpoint is of another format or of a version that this release doesn't know."""
+
+
+class CheckpointReadError(CheckpointError, OSError):
+    """The place where a checkpoint is refused, failed or can't be reached: its content is not in question."""
 
 
 class CheckpointWriteError(CheckpointError, OSError):

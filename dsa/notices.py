@@ -10,8 +10,8 @@ from dsa.errors import DSAWarning
 
 __all__ = ["notify"]
 
-# An optimizer's constructor runs through torch's.
-_INSIDE: Final = ("dsa", "torch")
+# An optimizer's constructor runs through torch's; a kernel is compiled by numba.
+_INSIDE: Final = ("dsa", "torch", "numba")
 
 
 def notify(message: str, category: type[DSAWarning]) -> None:

@@ -14,7 +14,7 @@ from dsa.checkpoint.digests import new_hash, zeros_digest
 from dsa.checkpoint.plain import are_plain, read_plain
 from dsa.checkpoint.sources import Source
 from dsa.checkpoint.stored import StoredArray
-from dsa.errors import CheckpointCorruptError
+from dsa.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["BlockReader", "corrupt_block"]
 
@@ -121,6 +121,8 @@ class BlockReader:
                     yield from _cut(rows, piece_rows)
                 return
             rows = self._array[start:stop]
+        except CheckpointError:
+            raise
         except OSError as error:
             if error.errno is not None:
                 raise
@@ -154,6 +156,8 @@ def _open(source: Source, array: StoredArray, table: str) -> Any:  # noqa: ANN40
         warnings.simplefilter("ignore")
         try:
             return zarr.open_array(source.store(), path=array.path, mode="r", zarr_format=3)
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointCorruptError(
                 f"field {array.spec.name!r} of the table {table!r} can't be opened ({error}): restore the "

@@ -21,6 +21,13 @@ StorageOptions = Mapping[str, Any]
 _ARCHIVES: Final = re.compile("(?:zip|tar|libarchive)::?")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
 
+_PACKAGES: Final = {
+    "s3": "dsa[s3]",
+    "s3a": "dsa[s3]",
+    **{each: f"fsspec[{each}]" for each in ("abfs", "gcs", "gs", "hdfs", "http", "sftp", "smb", "ssh")},
+    "https": "fsspec[http]",
+}
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,10 @@ def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | No
         files, root = fsspec.url_to_fs(text, **(storage_options or {}))
     except FileNotFoundError as error:  # an archive that isn't there
         raise CheckpointNotFoundError(f"there is nothing at {text!r}: check the path") from error
+    except ImportError as error:
+        raise ImportError(
+            f"{text!r} needs a package that is not installed ({error}): {_install(text)}"
+        ) from error
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{text!r} can't be addressed ({error}): check the protocol and the storage_options"
@@ -100,6 +111,14 @@ def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | No
     if isinstance(files, LocalFileSystem):
         return _of_directory(root)
     return Place(text.rstrip("/"), None, files, root.rstrip("/"))
+
+
+def _install(url: str) -> str:
+    protocols = re.findall(r"([A-Za-z][A-Za-z0-9+.-]+)(?=://|::)", url)
+    for protocol in protocols:
+        if protocol in _PACKAGES:
+            return f"pip install '{_PACKAGES[protocol]}'"
+    return "install what fsspec names for it"
 
 
 def find_target(url: str | os.PathLike[str], storage_options: StorageOptions | None = None) -> Place:

@@ -24,7 +24,7 @@ from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.checkpoint.occupied import STATE_FILE
 from dsa.checkpoint.places import Place, StorageOptions, find_place
 from dsa.checkpoint.sources import Source
-from dsa.checkpoint.stored import StoredArray, stored_array
+from dsa.checkpoint.stored import StoredArray, chunk_keys, stored_array
 from dsa.checkpoint.streams import record_blocks, verify_arrays
 from dsa.content import StateContent, TableContent
 from dsa.errors import (
@@ -306,20 +306,20 @@ def _table(source: Source, name: str, group: str) -> StoredTable:
         raise _corrupt(place, what, f"its group {group!r} says that it is {entry.name!r}")
     arrays = {}
     for spec in _checked(place, what, lambda: array_specs(entry.schema, entry.rows)):
-        path = f"{group}/{spec.name}"
-        files = {
-            key.removeprefix(f"{path}/"): size
-            for key, size in source.sizes.items()
-            if key.startswith(f"{path}/")
-        }
-        read = partial(_array, source, spec, path, files)
+        read = partial(_array, source, spec, f"{group}/{spec.name}")
         arrays[spec.name] = _checked(place, f"field {spec.name!r} of {what}", read)
         _check_missing(arrays[spec.name], name)
     return StoredTable(entry, arrays)
 
 
-def _array(source: Source, spec: ArraySpec, path: str, files: Mapping[str, int]) -> StoredArray:
-    return stored_array(source.document(f"{path}/{DOCUMENT}"), spec, path, files)
+def _array(source: Source, spec: ArraySpec, path: str) -> StoredArray:
+    document = source.document(f"{path}/{DOCUMENT}")
+    if source.unlisted:
+        source.look_for(f"{path}/{key}" for key in chunk_keys(document, spec))
+    files = {
+        key.removeprefix(f"{path}/"): size for key, size in source.sizes.items() if key.startswith(f"{path}/")
+    }
+    return stored_array(document, spec, path, files)
 
 
 def _check_missing(array: StoredArray, table: str) -> None:

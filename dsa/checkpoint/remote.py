@@ -21,7 +21,7 @@ from typing import Any, Final, final
 from dsa.checkpoint.manifest import ARRAY_CHECKSUM
 from dsa.checkpoint.occupied import STATE_FILE, foreign_entry, root_attribute
 from dsa.checkpoint.places import Place
-from dsa.checkpoint.sources import list_remote
+from dsa.checkpoint.transport import list_remote
 from dsa.errors import CheckpointExistsError, CheckpointWriteError, DSAError
 from dsa.shards.documents import DOCUMENT
 

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
 
 import zarr.storage
-from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from dsa.checkpoint.places import Place
+from dsa.checkpoint.transport import (
+    list_remote,
+    lists_sizes,
+    look_around,
+    read_remote,
+    reading,
+    remote_store,
+    sizes_of,
+)
 from dsa.shards.documents import DOCUMENT
 
-__all__ = ["Source", "list_remote"]
+__all__ = ["Source"]
 
 _LARGEST_DOCUMENT: Final = 64 << 20
 _LOCAL_PIECE: Final = 1 << 20
@@ -37,15 +45,28 @@ class Source:
     Raises:
         FileNotFoundError: nothing is there.
         NotADirectoryError: a file is there.
+        CheckpointReadError: the store refused, or can't be reached.
     """
 
     def __init__(self, place: Place, committed: bool = True) -> None:
         self.place = place
+        self.sizes: dict[str, int]
+        """Bytes of each file by its key; where nothing was listed, of those that were looked for."""
+        self.unlisted = False
+        """Whether the store lists no files, or without their sizes."""
         if place.directory is not None:
             self.sizes = _local_sizes(place.directory, committed)
         else:
-            self.sizes = _remote_sizes(place)
-        """Bytes of each file by its key."""
+            self.sizes, self.unlisted = _remote_sizes(place, committed)
+
+    def look_for(self, keys: Iterable[str]) -> None:
+        """Find out which of some files are there, where the store doesn't list them.
+
+        Raises:
+            CheckpointReadError: the store can't say.
+        """
+        if self.unlisted:
+            self.sizes |= sizes_of(self.place, [key for key in keys if key not in self.sizes])
 
     def path(self, key: str) -> Path | None:
         """Return the path of a file in a directory of this machine, else None."""
@@ -59,16 +80,16 @@ class Source:
                 while piece := file.read(_LOCAL_PIECE):
                     yield piece
             return
-        remote = self.place.remote_path(key)
-        for start in range(0, self.sizes[key], _REMOTE_PIECE):
-            stop = min(self.sizes[key], start + _REMOTE_PIECE)
-            yield self.place.files.cat_file(remote, start=start, end=stop)
+        size = self.sizes[key]
+        for start in range(0, size, _REMOTE_PIECE):
+            yield read_remote(self.place, key, start, min(size, start + _REMOTE_PIECE), size)
 
     def read_into(self, key: str, start: int, out: memoryview) -> int:
         """Fill memory with a file's bytes from a place on and return how many there were."""
         path = self.path(key)
         if path is None:
-            data = self.place.files.cat_file(self.place.remote_path(key), start=start, end=start + len(out))
+            size = self.sizes[key]
+            data = read_remote(self.place, key, start, min(size, start + len(out)), size)
             out[: len(data)] = data
             return len(data)
         done = 0
@@ -88,6 +109,7 @@ class Source:
         Raises:
             ValueError: it is missing, too large or no JSON object.
         """
+        self.look_for([key])
         size = self.sizes.get(key)
         if size is None:
             raise ValueError("it is missing")
@@ -105,8 +127,7 @@ class Source:
         """Return a store that can't be written to."""
         if self.place.directory is not None:
             return zarr.storage.LocalStore(self.place.directory, read_only=True)
-        files = AsyncFileSystemWrapper(self.place.files, asynchronous=True)
-        return zarr.storage.FsspecStore(files, read_only=True, path=self.place.root)
+        return remote_store(self.place, self.sizes)
 
 
 def _local_sizes(directory: Path, committed: bool) -> dict[str, int]:
@@ -126,19 +147,16 @@ def _local_sizes(directory: Path, committed: bool) -> dict[str, int]:
     return sizes
 
 
-def list_remote(place: Place) -> dict[str, int]:
-    """Return the bytes of each file at a place that isn't a directory of this machine, by its key."""
-    sizes = {}
-    for path, info in place.files.find(place.root, detail=True).items():
-        key = place.key_of(str(path))
-        if key is not None:
-            sizes[key] = int(info.get("size") or 0)
-    return sizes
-
-
-def _remote_sizes(place: Place) -> dict[str, int]:
-    place.files.invalidate_cache()
-    sizes = list_remote(place)
-    if not sizes:
+def _remote_sizes(place: Place, committed: bool) -> tuple[dict[str, int], bool]:
+    """Return the sizes of the files, and whether it is the root's alone because nobody lists others."""
+    with reading(place):
+        place.files.invalidate_cache()
+    if not committed:
+        return list_remote(place), False
+    root = sizes_of(place, [DOCUMENT])
+    if root:
+        return (list_remote(place), False) if lists_sizes(place, DOCUMENT) else (root, True)
+    around = look_around(place)
+    if not around:
         raise FileNotFoundError(place.url)
-    return sizes
+    return around, False

@@ -16,7 +16,7 @@ from dsa.checkpoint.manifest import ArrayEntry, array_entry
 from dsa.checkpoint.plain import plain_layout
 from dsa.shards.layout import ArrayLayout, ArraySpec
 
-__all__ = ["StoredArray", "stored_array"]
+__all__ = ["StoredArray", "chunk_keys", "stored_array"]
 
 _TYPES: Final = {
     "<f2": "float16",
@@ -29,6 +29,7 @@ _TYPES: Final = {
 _CODECS: Final = ("bytes", "zstd", "gzip", "crc32c", "sharding_indexed")
 Run = tuple[int, int]
 
+_MOST_ASKED: Final = 1 << 20
 _PLENTY: Final = 1 << 30
 _LARGEST_CHUNK: Final = 4 << 30
 _LARGEST_RATIO: Final = 1 << 16
@@ -167,17 +168,40 @@ def _files_per_row(spec: ArraySpec, chunk: tuple[int, ...]) -> int:
     return 1 if spec.columns is None else -(-spec.columns // chunk[1])
 
 
+def chunk_keys(document: Mapping[str, Any], spec: ArraySpec) -> list[str]:
+    """Return the keys that an array's chunks may have below its directory, for places that don't list them.
+
+    Args:
+        document: Its ``zarr.json``.
+        spec: What its table makes it.
+
+    Raises:
+        ValueError: it isn't an array that can be accepted, or has more chunks than anybody can ask for.
+    """
+    chunk = _chunk_shape(document.get("chunk_grid"), spec)
+    prefix, separator = _key_form(document.get("chunk_key_encoding"))
+    rows, columns = -(-spec.rows // chunk[0]), _files_per_row(spec, chunk)
+    if rows * columns > _MOST_ASKED:
+        raise ValueError(f"its {rows * columns:,} chunks are not listed where it is, and too many to ask for")
+    tails = [""] if spec.columns is None else [f"{separator}{column}" for column in range(columns)]
+    return [f"{prefix}{row}{tail}" for row in range(rows) for tail in tails]
+
+
 def _rows_of_files(
     spec: ArraySpec, chunk: tuple[int, ...], form: tuple[str, str], sizes: Mapping[str, int]
 ) -> dict[Run, int]:
-    """Return the rows of the chunks that are there, half-open, and how many files each of these runs has."""
+    """Return the rows of the chunks that are there, half-open, and how many files each of these runs has.
+
+    Files that are no chunks of the array, whatever their names, are not counted.
+    """
     prefix, separator = form
+    columns = _files_per_row(spec, chunk)
     found: dict[Run, int] = {}
     for key in sizes:
         numbers = key.removeprefix(prefix).split(separator)
         if key.startswith(prefix) and len(numbers) == len(chunk) and all(map(_is_number, numbers)):
             start = int(numbers[0]) * chunk[0]
-            if start < spec.rows:
+            if start < spec.rows and (len(numbers) == 1 or int(numbers[1]) < columns):
                 rows = (start, min(spec.rows, start + chunk[0]))
                 found[rows] = found.get(rows, 0) + 1
     return found
