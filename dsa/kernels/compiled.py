@@ -124,18 +124,12 @@ class _Files(IndexDataCacheFile):
         super().save(key, (key, data))  # type: ignore[no-untyped-call]
 
     def load(self, key: Any) -> Any:  # noqa: ANN401 - numba's
-        """Return the code of a key, or None.
-
-        Raises:
-            ValueError: it is of another.
-        """
+        """Return the code of a key, or None when there is none or it is of another."""
         found = super().load(key)  # type: ignore[no-untyped-call]
         if found is None:
             return None
         owner, data = found
-        if owner != key:
-            raise ValueError("compiled code is not what the index says")
-        return data
+        return data if owner == key else None
 
     def _dump(self, obj: Any) -> bytes:  # noqa: ANN401 - numba's
         """Return what is written of an index or of code."""
@@ -155,7 +149,7 @@ class _Sealed:
 
 def _unsealed(checksum: int, data: bytes) -> Any:  # noqa: ANN401 - see `_Files`
     if zlib.crc32(data) != checksum:
-        raise ValueError("a file of compiled code is damaged")
+        raise pickle.UnpicklingError
     return pickle.loads(data)
 
 
