@@ -62,12 +62,12 @@ def as_rows(indices: NDArray[Any], rows: int, table: str) -> Rows:
     return checked
 
 
-def as_gradient(grad: NDArray[Any], count: int, dim: int, table: str) -> Floats:
+def as_gradient(grad: NDArray[Any], rows: Rows, dim: int, table: str) -> Floats:
     """Check a gradient as a user gives it.
 
     Args:
         grad: ``(B, D)`` of a floating dtype.
-        count: B, the number of indices that came with it.
+        rows: ``(B,)``, the rows that came with it, as `as_rows` returns them.
         dim: D, the elements of a row.
         table: The table's name, for messages.
 
@@ -83,10 +83,10 @@ def as_gradient(grad: NDArray[Any], count: int, dim: int, table: str) -> Floats:
             f"the gradient for table {table!r} is of dtype {grad.dtype.name}: pass a floating one, such as "
             "float32"
         )
-    if grad.shape != (count, dim):
+    if grad.shape != (len(rows), dim):
         raise GradientError(
-            f"the gradient for table {table!r} has shape {grad.shape} but {count} indices of a table with "
-            f"{dim} elements a row need {(count, dim)}: pass one gradient row for each index"
+            f"the gradient for table {table!r} has shape {grad.shape} but {len(rows)} indices of a table "
+            f"with {dim} elements a row need {(len(rows), dim)}: pass one gradient row for each index"
         )
     with np.errstate(over="ignore"):
         checked = np.ascontiguousarray(grad, dtype=np.float32)
@@ -94,7 +94,8 @@ def as_gradient(grad: NDArray[Any], count: int, dim: int, table: str) -> Floats:
     if position >= 0:
         raise GradientError(
             f"the gradient for table {table!r} holds a value that float32 can't represent in row {position} "
-            "of the batch: nothing was changed; skip the batch, clip the gradient or lower the learning rate"
+            f"of the batch, which is row {int(rows[position])} of the table: nothing was changed; skip the "
+            "batch, clip the gradient or lower the learning rate"
         )
     return checked
 

@@ -35,7 +35,7 @@ def gradient_rows(grad: torch.Tensor, table: Table) -> tuple[Rows, Floats]:
         return np.empty(0, np.int64), np.empty((0, table.dim), np.float32)
     rows = as_rows(to_array(grad._indices()[0]), len(table), table.name)
     values = to_array(grad._values()).reshape(len(rows), -1)
-    return coalesce(rows, as_gradient(values, len(rows), table.dim, table.name), table.name)
+    return coalesce(rows, as_gradient(values, rows, table.dim, table.name), table.name)
 
 
 def moments_by_rows(foreign: object, parameters: Sequence[torch.Tensor]) -> object:

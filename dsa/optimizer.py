@@ -417,5 +417,5 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
     def _batch(self, name: str, indices: object, grad: object) -> tuple[Table, Any, Any]:
         table = named_table(self._state.tables, name)
         rows = as_rows(to_array(indices), len(table), name)
-        gradient = as_gradient(to_array(grad), len(rows), table.dim, name)
+        gradient = as_gradient(to_array(grad), rows, table.dim, name)
         return table, *coalesce(rows, gradient, name)

@@ -31,7 +31,7 @@ def admitted(indices, grad, rows=LARGEST):
     """What a step does with a batch before it reads anything."""
     checked = as_rows(to_array(indices), rows, "entity")
     gradient = to_array(grad)
-    return coalesce(checked, as_gradient(gradient, len(checked), gradient.shape[1], "entity"), "entity")
+    return coalesce(checked, as_gradient(gradient, checked, gradient.shape[1], "entity"), "entity")
 
 
 def assert_same(actual, expected):
@@ -122,13 +122,13 @@ def test_foreign_byte_order(dtype):
     indices = np.array([5, 0, 300], np.dtype(dtype).newbyteorder(">"))
     assert as_rows(indices, 301, "entity").tolist() == [5, 0, 300]
     grad = np.array([[1.0], [2.0], [3.0]], ">f4")
-    assert as_gradient(grad, 3, 1, "entity").tolist() == [[1.0], [2.0], [3.0]]
+    assert as_gradient(grad, np.arange(3), 1, "entity").tolist() == [[1.0], [2.0], [3.0]]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_floating_dtypes(dtype):
     grad = np.array([[0.1, -3.0], [1 / 3, 0.0]], dtype)
-    checked = as_gradient(grad, 2, 2, "entity")
+    checked = as_gradient(grad, np.arange(2), 2, "entity")
     assert checked.dtype == np.float32
     assert checked.tobytes() == grad.astype(np.float32).tobytes()
 
@@ -241,7 +241,7 @@ def test_gradients_that_are_none(grad, error, what):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(error, match=what):
-            as_gradient(grad, 2, 3, "entity")
+            as_gradient(grad, np.arange(2), 3, "entity")
     assert issubclass(error, DSAError)
 
 
