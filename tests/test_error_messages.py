@@ -66,6 +66,7 @@ DELIBERATE = {
         ("dsa.checkpoint.exchange", "{code}"),
         ("dsa.checkpoint.remote", "{path}"),
         ("dsa.checkpoint.sources", "{url}"),
+        ("dsa.checkpoint.transport", "{path}"),
     ],
     "for whoever tests or extends the package, in the form that Python or pytest has for it": [
         ("dsa.portable", ""),

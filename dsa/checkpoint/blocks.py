@@ -11,7 +11,7 @@ import zarr
 from numpy.typing import NDArray
 
 from dsa.checkpoint.digests import new_hash, zeros_digest
-from dsa.checkpoint.plain import are_plain, read_plain
+from dsa.checkpoint.plain import are_plain, plain_size, read_plain
 from dsa.checkpoint.sources import Source
 from dsa.checkpoint.stored import StoredArray
 from dsa.errors import CheckpointCorruptError, CheckpointError
@@ -20,6 +20,7 @@ __all__ = ["BlockReader", "corrupt_block"]
 
 
 _PIECE_BYTES: Final = 1 << 20
+_NAMED: Final = 3
 
 
 @final
@@ -106,7 +107,10 @@ class BlockReader:
 
     def _compare(self, block: int, found: str) -> None:
         if found != self.array.entry.digest.blocks[block]:
-            raise corrupt_block(self.table, self.array.spec.name, block, "doesn't match its checksum")
+            raise self._corrupt(block, "doesn't match its checksum")
+
+    def _corrupt(self, block: int, what: str) -> CheckpointCorruptError:
+        return corrupt_block(self.source, self.array, self.table, block, what)
 
     def _pieces(self, block: int, start: int, stop: int, piece_rows: int) -> Iterator[NDArray[Any]]:
         """Yield a block's rows, C-contiguous."""
@@ -126,12 +130,11 @@ class BlockReader:
         except OSError as error:
             if error.errno is not None:
                 raise
-            raise corrupt_block(self.table, spec.name, block, f"can't be read ({error})") from error
+            raise self._corrupt(block, f"can't be read ({error})") from error
         except Exception as error:
-            reason = f"can't be read ({type(error).__name__}: {error})"
-            raise corrupt_block(self.table, spec.name, block, reason) from error
+            raise self._corrupt(block, f"can't be read ({type(error).__name__}: {error})") from error
         if not isinstance(rows, np.ndarray) or rows.shape != (stop - start, *spec.shape[1:]):
-            raise corrupt_block(self.table, spec.name, block, "has another shape")
+            raise self._corrupt(block, "has another shape")
         yield from _cut(np.ascontiguousarray(rows.astype(spec.dtype, copy=False)), piece_rows)
 
 
@@ -144,11 +147,39 @@ def _cut(rows: NDArray[Any], piece_rows: int) -> Iterator[NDArray[Any]]:
             yield rows[start : start + piece_rows].copy()
 
 
-def corrupt_block(table: str, field: str, block: int, what: str) -> CheckpointCorruptError:
-    """Return the error about a block."""
+def corrupt_block(
+    source: Source, array: StoredArray, table: str, block: int, what: str
+) -> CheckpointCorruptError:
+    """Return the error about a block: its rows, and the files that hold them.
+
+    Args:
+        source: The checkpoint.
+        array: The array.
+        table: The user's name of its table.
+        block: Its number.
+        what: What is wrong with it.
+    """
+    size, spec = array.entry.digest.block_rows, array.spec
+    start, stop = block * size, min(spec.rows, (block + 1) * size)
     return CheckpointCorruptError(
-        f"block {block} of field {field!r} of the table {table!r} {what}: restore the checkpoint from a copy"
+        f"block {block} of field {spec.name!r} of the table {table!r} {what}, rows {start:,} to {stop - 1:,} "
+        f"in {_files(source, array, start, stop)}: restore the checkpoint from a copy"
     )
+
+
+def _files(source: Source, array: StoredArray, start: int, stop: int) -> str:
+    """Return the files that hold some rows, with their sizes and what they should be, in words."""
+    keys = array.files_of(start, stop)
+    named = [f"{source.place.below(key)!r} ({_size(source, array, key)})" for key in keys[:_NAMED]]
+    more = f" and {len(keys) - _NAMED} more files" if len(keys) > _NAMED else ""
+    return ", ".join(named) + more
+
+
+def _size(source: Source, array: StoredArray, key: str) -> str:
+    size = source.sizes.get(key)
+    found = "missing" if size is None else f"{size:,} bytes"
+    usual = None if array.plain is None else plain_size(array.path, array.plain, key)
+    return found if usual in (None, size) else f"{found}, {usual:,} when it was exported"
 
 
 def _open(source: Source, array: StoredArray, table: str) -> Any:  # noqa: ANN401 - zarr's arrays
@@ -160,6 +191,6 @@ def _open(source: Source, array: StoredArray, table: str) -> Any:  # noqa: ANN40
             raise
         except Exception as error:
             raise CheckpointCorruptError(
-                f"field {array.spec.name!r} of the table {table!r} can't be opened ({error}): restore the "
-                "checkpoint from a copy"
+                f"field {array.spec.name!r} of the table {table!r} in {source.place.below(array.path)!r} "
+                f"can't be opened ({error}): restore the checkpoint from a copy"
             ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -75,7 +76,9 @@ def copy_checkpoint(
                 while waiting:
                     advance(waiting.popleft().result())
             if verify:
-                verify_tables(Source(output.written(), committed=False), checkpoint.stored, advance)
+                # What is wrong in the copy is so in the source: that is what messages name.
+                written = replace(output.written(), url=origin.place.url)
+                verify_tables(Source(written, committed=False), checkpoint.stored, advance)
         return output.commit(root)
     except BaseException:
         output.abort()

@@ -89,7 +89,7 @@ def write_delta(
         link = {
             "step": base.global_step,
             "content_root": base.content_root,
-            "name": base.url.rstrip("/").rpartition("/")[2],
+            "name": base.source.place.name,
         }
         return write_checkpoint(
             replace(content, tables=tuple(changed)), url, kind="delta", base=link, **options
@@ -226,7 +226,7 @@ def _find_base(
             )
         return base
     if isinstance(name, str) and name and "/" not in name and name not in (".", ".."):
-        beside = f"{delta.url.rstrip('/').rpartition('/')[0]}/{name}"
+        beside = delta.source.place.beside(name)
         with contextlib.suppress(CheckpointError):
             base = open_checkpoint(beside, storage_options=storage_options)
             if base.content_root == root:

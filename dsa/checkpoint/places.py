@@ -19,6 +19,7 @@ __all__ = ["Place", "StorageOptions", "check_apart", "find_place", "find_target"
 StorageOptions = Mapping[str, Any]
 
 _ARCHIVES: Final = re.compile("(?:zip|tar|libarchive)::?")
+_ARCHIVE_NAMES: Final = ("zip", "tar", "libarchive")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
 
 _PACKAGES: Final = {
@@ -45,6 +46,31 @@ class Place:
     directory: Path | None
     files: Any = field(default=None, repr=False)
     root: str = ""
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return _path_in(self.url)[1].rstrip("/").rpartition("/")[2]
+
+    def below(self, key: str) -> str:
+        """Return the address of something below this place.
+
+        Example:
+            >>> find_place("memory://run/step-100").below("entity")
+            'memory://run/step-100/entity'
+            >>> Place("zip://::/tmp/a.zip", None).below("step-100")
+            'zip://step-100::/tmp/a.zip'
+        """
+        before, path, after = _path_in(self.url)
+        return f"{before}{path}{'/' if path and not path.endswith('/') else ''}{key}{after}"
+
+    def beside(self, name: str) -> str:
+        """Return the address of something in the same directory."""
+        if self.directory is not None:
+            return str(self.directory.parent / name)
+        before, path, after = _path_in(self.url)
+        folder, slash, _ = path.rstrip("/").rpartition("/")
+        return f"{before}{folder}{slash}{name}{after}"
 
     def remote_path(self, key: str) -> str:
         """Return the path of something below this place, as fsspec wants it."""
@@ -102,7 +128,7 @@ def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | No
         raise CheckpointNotFoundError(f"there is nothing at {text!r}: check the path") from error
     except ImportError as error:
         raise ImportError(
-            f"{text!r} needs a package that is not installed ({error}): {_install(text)}"
+            f"{text!r} needs a package that is not installed ({error}): install it{_package(text)}"
         ) from error
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -110,15 +136,16 @@ def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | No
         ) from error
     if isinstance(files, LocalFileSystem):
         return _of_directory(root)
-    return Place(text.rstrip("/"), None, files, root.rstrip("/"))
+    return Place(text if text.endswith("://") else text.rstrip("/"), None, files, root.rstrip("/"))
 
 
-def _install(url: str) -> str:
+def _package(url: str) -> str:
+    """Return how to install what an address needs, as the end of a sentence."""
     protocols = re.findall(r"([A-Za-z][A-Za-z0-9+.-]+)(?=://|::)", url)
     for protocol in protocols:
         if protocol in _PACKAGES:
-            return f"pip install '{_PACKAGES[protocol]}'"
-    return "install what fsspec names for it"
+            return f", with pip install '{_PACKAGES[protocol]}'"
+    return ""
 
 
 def find_target(url: str | os.PathLike[str], storage_options: StorageOptions | None = None) -> Place:
@@ -137,6 +164,23 @@ def find_target(url: str | os.PathLike[str], storage_options: StorageOptions | N
             "and pack that, for example with shutil.make_archive"
         )
     return find_place(url, storage_options)
+
+
+def _path_in(url: str) -> tuple[str, str, str]:
+    """Return what is before the path in the outermost file system of an address, the path, and what follows.
+
+    Example:
+        >>> _path_in("simplecache::zip://run/k::s3://bucket/a.zip")
+        ('simplecache::zip://', 'run/k', '::s3://bucket/a.zip')
+    """
+    segments = url.split("::")
+    for number, segment in enumerate(segments):
+        protocol, sign, path = segment.partition("://")
+        if sign or protocol in _ARCHIVE_NAMES:
+            before = "".join(f"{each}::" for each in segments[:number])
+            after = "".join(f"::{each}" for each in segments[number + 1 :])
+            return f"{before}{protocol}://", path, after
+    return "", url, ""
 
 
 def _of_directory(path: str) -> Place:

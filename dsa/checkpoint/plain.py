@@ -18,7 +18,7 @@ from dsa.shards.documents import array_document
 from dsa.shards.encoding import index_bytes, raw_index
 from dsa.shards.layout import ArrayLayout, ArraySpec
 
-__all__ = ["are_plain", "plain_layout", "read_plain"]
+__all__ = ["are_plain", "plain_layout", "plain_size", "read_plain"]
 
 _DESCRIBES_STORAGE = ("chunk_grid", "chunk_key_encoding", "codecs", "data_type", "fill_value", "shape")
 
@@ -52,12 +52,10 @@ def are_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop: 
     """
     for shard in range(start // layout.shard_rows, -(-stop // layout.shard_rows)):
         key = f"{path}/{layout.shard_key(shard)}"
-        # The last shard ends with the array's last chunk.
-        rows = min(layout.shard_rows, layout.spec.rows - shard * layout.shard_rows)
-        used = -(-rows // layout.chunk_rows)
-        data, size = used * layout.chunk_bytes, source.sizes.get(key)
+        used, size = _chunks_used(layout, shard), source.sizes.get(key)
         if size is None:
             continue
+        data = used * layout.chunk_bytes
         if size != data + index_bytes(layout.chunks_per_shard):
             return False
         expected = raw_index(layout.chunks_per_shard, layout.chunk_bytes, used)
@@ -66,6 +64,26 @@ def are_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop: 
         if found != expected:
             return False
     return True
+
+
+def plain_size(path: str, layout: ArrayLayout, key: str) -> int | None:
+    """Return the bytes of a shard as an export writes it, or None when a key is none of the array's.
+
+    Args:
+        path: The array's path in the checkpoint.
+        layout: The array's.
+        key: A file.
+    """
+    shard = next((each for each in range(layout.shards) if f"{path}/{layout.shard_key(each)}" == key), None)
+    if shard is None:
+        return None
+    return _chunks_used(layout, shard) * layout.chunk_bytes + index_bytes(layout.chunks_per_shard)
+
+
+def _chunks_used(layout: ArrayLayout, shard: int) -> int:
+    """Return how many chunks a shard has: the last one ends with the array's last chunk."""
+    rows = min(layout.shard_rows, layout.spec.rows - shard * layout.shard_rows)
+    return -(-rows // layout.chunk_rows)
 
 
 def read_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop: int) -> NDArray[Any]:
@@ -90,6 +108,11 @@ def read_plain(source: Source, path: str, layout: ArrayLayout, start: int, stop:
             first = shard * layout.shard_rows
             low, high = max(start, first), min(stop, first + layout.shard_rows)
             part = data[(low - start) * spec.row_bytes : (high - start) * spec.row_bytes]
-            if source.read_into(key, (low - first) * spec.row_bytes, part) != len(part):
-                raise ValueError(f"the shard {key!r} is shorter than it was")
+            start_byte = (low - first) * spec.row_bytes
+            count = source.read_into(key, start_byte, part)
+            if count != len(part):
+                raise ValueError(
+                    f"the shard {key!r} is shorter than it was: it ends after {start_byte + count:,} of "
+                    f"{source.sizes[key]:,} bytes"
+                )
     return rows

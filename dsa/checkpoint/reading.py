@@ -253,7 +253,7 @@ def _root(source: Source) -> dict[str, Any]:
             raise CheckpointMismatchError(
                 f"{place.url!r} is a state directory: open it as such, with resume=True"
             )
-        hint = f"; there is one inside, open {place.url + '/' + nested!r}" if nested else ""
+        hint = f"; there is one inside, open {place.below(nested)!r}" if nested else ""
         raise CheckpointIncompleteError(
             f"{place.url!r} is no complete checkpoint, its root {DOCUMENT!r} is missing: the export or the "
             f"copy was interrupted, do it again{hint}"
@@ -281,7 +281,7 @@ def _root(source: Source) -> dict[str, Any]:
 
 def _nested(source: Source) -> str:
     """Return the name of a checkpoint that a careless copy has put inside, or an empty string."""
-    names = {source.place.url.rstrip("/").rpartition("/")[2]}
+    names = {source.place.name}
     if DOCUMENT not in source.sizes:
         names = {key.partition("/")[0] for key in source.sizes if key.count("/") == 1}
     for name in sorted(names):
@@ -308,7 +308,7 @@ def _table(source: Source, name: str, group: str) -> StoredTable:
     for spec in _checked(place, what, lambda: array_specs(entry.schema, entry.rows)):
         read = partial(_array, source, spec, f"{group}/{spec.name}")
         arrays[spec.name] = _checked(place, f"field {spec.name!r} of {what}", read)
-        _check_missing(arrays[spec.name], name)
+        _check_missing(source, arrays[spec.name], name)
     return StoredTable(entry, arrays)
 
 
@@ -322,7 +322,7 @@ def _array(source: Source, spec: ArraySpec, path: str) -> StoredArray:
     return stored_array(document, spec, path, files)
 
 
-def _check_missing(array: StoredArray, table: str) -> None:
+def _check_missing(source: Source, array: StoredArray, table: str) -> None:
     """Refuse an array when a block of which nothing is there should not be zero."""
     digest = array.entry.digest
     for start, stop in array.missing:
@@ -330,7 +330,7 @@ def _check_missing(array: StoredArray, table: str) -> None:
             first, last = block * digest.block_rows, min(array.spec.rows, (block + 1) * digest.block_rows)
             size = (last - first) * array.spec.row_bytes
             if last <= stop and digest.blocks[block] != zeros_digest(digest.algorithm, size):
-                raise corrupt_block(table, array.spec.name, block, "is missing")
+                raise corrupt_block(source, array, table, block, "is missing")
 
 
 def _check_sums(place: Place, manifest: Manifest, tables: tuple[StoredTable, ...]) -> None:

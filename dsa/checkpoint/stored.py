@@ -46,6 +46,8 @@ class StoredArray:
         entry: What its attributes say.
         missing: Half-open runs of rows for which a file is missing although they weren't declared to be zero.
         absent: Runs of rows that were declared to be zero and of which there is no file indeed.
+        chunk: Shape of what a file holds.
+        key_form: What a file's key begins with, and what separates its numbers.
         plain: How it is cut, if it is stored as an uncompressed export stores it; see `dsa.checkpoint.plain`.
     """
 
@@ -53,12 +55,21 @@ class StoredArray:
     entry: ArrayEntry
     missing: tuple[Run, ...]
     absent: tuple[Run, ...]
+    chunk: tuple[int, ...]
+    key_form: tuple[str, str]
     plain: ArrayLayout | None = None
 
     @property
     def spec(self) -> ArraySpec:
         """Its shape and type."""
         return self.entry.digest.spec
+
+    def files_of(self, start: int, stop: int) -> list[str]:
+        """Return the keys of the files that hold a half-open range of rows, if they exist."""
+        prefix, separator = self.key_form
+        tails = _tails(self.spec, self.chunk, separator)
+        numbers = range(start // self.chunk[0], -(-stop // self.chunk[0]))
+        return [f"{self.path}/{prefix}{number}{tail}" for number in numbers for tail in tails]
 
 
 def stored_array(
@@ -89,7 +100,7 @@ def stored_array(
     claimed = (spec.rows - declared) * spec.row_bytes
     if claimed > _PLENTY + _LARGEST_RATIO * sum(sizes.values()):
         raise ValueError(f"its shape {spec.shape} is larger than the files behind it can hold")
-    return StoredArray(path, entry, missing, absent, plain_layout(document, spec))
+    return StoredArray(path, entry, missing, absent, chunk, form, plain_layout(document, spec))
 
 
 def _check_type(document: Mapping[str, Any], spec: ArraySpec) -> None:
@@ -183,8 +194,15 @@ def chunk_keys(document: Mapping[str, Any], spec: ArraySpec) -> list[str]:
     rows, columns = -(-spec.rows // chunk[0]), _files_per_row(spec, chunk)
     if rows * columns > _MOST_ASKED:
         raise ValueError(f"its {rows * columns:,} chunks are not listed where it is, and too many to ask for")
-    tails = [""] if spec.columns is None else [f"{separator}{column}" for column in range(columns)]
+    tails = _tails(spec, chunk, separator)
     return [f"{prefix}{row}{tail}" for row in range(rows) for tail in tails]
+
+
+def _tails(spec: ArraySpec, chunk: tuple[int, ...], separator: str) -> list[str]:
+    """Return what follows the number of a chunk's rows in its key."""
+    if spec.columns is None:
+        return [""]
+    return [f"{separator}{column}" for column in range(_files_per_row(spec, chunk))]
 
 
 def _rows_of_files(
