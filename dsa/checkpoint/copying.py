@@ -10,6 +10,7 @@ import numpy as np
 
 from dsa.checkpoint.export import open_target
 from dsa.checkpoint.meter import Progress, metered
+from dsa.checkpoint.occupied import is_part
 from dsa.checkpoint.places import StorageOptions, check_apart, find_target
 from dsa.checkpoint.reading import Checkpoint, open_checkpoint, verify_tables
 from dsa.checkpoint.sources import Source
@@ -87,7 +88,7 @@ def copy_checkpoint(
 
 def _keys(checkpoint: Checkpoint) -> list[str]:
     groups = {table.group for table in checkpoint.tables}
-    return sorted(key for key in checkpoint.source.sizes if key.partition("/")[0] in groups)
+    return sorted(key for key in checkpoint.source.sizes if key != DOCUMENT and is_part(key, groups))
 
 
 def _copy(source: Source, key: str, target: Target) -> int:

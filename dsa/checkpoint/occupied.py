@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,12 +19,26 @@ __all__ = [
     "check_replaceable",
     "foreign_entry",
     "is_committed",
+    "is_part",
+    "is_vacant",
     "root_attribute",
 ]
 
 STATE_FILE: Final = "dsa.json"
 _LARGEST_DOCUMENT: Final = 64 << 20
-_JUNK: Final = (".DS_Store", "Thumbs.db", "desktop.ini")
+_JUNK: Final = (".DS_Store", "Thumbs.db", "ehthumbs.db", "desktop.ini", ".directory", ".localized")
+_JUNK_FOLDERS: Final = (
+    ".ipynb_checkpoints",
+    "__MACOSX",
+    "@eaDir",
+    ".Spotlight-V100",
+    ".fseventsd",
+    ".Trashes",
+)
+_COMPANION: Final = "._"
+"""What macOS calls the second file that it writes beside one, where a file system can't hold all of it."""
+
+_ARRAY_FILE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*/(?:zarr\.json|(?:c[/.])?\d+(?:[/.]\d+)*)")
 
 
 def root_attribute(document: bytes) -> dict[str, Any] | None:
@@ -88,7 +104,7 @@ def check_replaceable(path: Path, overwrite: bool) -> None:
             f"{str(path)!r} already holds the checkpoint of step {attribute.get('global_step')!r}: choose "
             "another directory or pass overwrite=True"
         )
-    foreign = foreign_entry(attribute, {each.name for each in path.iterdir()})
+    foreign = foreign_entry(attribute, set(_files(path)))
     if foreign is not None:
         raise CheckpointExistsError(
             f"{str(path)!r} holds {foreign!r}, which is not part of the checkpoint and would be deleted with "
@@ -96,14 +112,60 @@ def check_replaceable(path: Path, overwrite: bool) -> None:
         )
 
 
-def foreign_entry(attribute: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """Return the first of some names that a checkpoint doesn't have at its top, or None.
+def is_vacant(path: Path) -> bool:
+    """Tell whether a directory holds nothing, or nothing but what systems and viewers leave everywhere."""
+    files = set(_files(path))
+    return all(_is_junk(key, files) for key in files)
+
+
+def _files(path: Path) -> Iterator[str]:
+    """Yield the files below a directory as keys; a link is one, wherever it leads."""
+    for folder, folders, names in os.walk(path):
+        base = Path(folder).relative_to(path).as_posix()
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        yield from (name if base == "." else f"{base}/{name}" for name in (*names, *links))
+
+
+def foreign_entry(attribute: Mapping[str, Any], files: Collection[str]) -> str | None:
+    """Return the first of some files that is neither a part of a checkpoint nor junk, or None.
 
     Args:
         attribute: See `root_attribute`.
-        names: What is there.
+        files: The keys of what is there.
     """
     tables = attribute.get("tables")
     listed = tables if isinstance(tables, list) else []
     groups = {str(each.get("group")) for each in listed if isinstance(each, dict)}
-    return min(set(names) - {DOCUMENT, *groups, *_JUNK}, default=None)
+    known = frozenset(files)
+    others = (key for key in known if not is_part(key, groups) and not _is_junk(key, known))
+    return min(others, default=None)
+
+
+def is_part(key: str, groups: Collection[str]) -> bool:
+    """Tell whether a file is one of a checkpoint's, by its name.
+
+    Args:
+        key: The file.
+        groups: The checkpoint's tables.
+    """
+    group, slash, rest = key.partition("/")
+    if not slash:
+        return key == DOCUMENT
+    return group in groups and (rest == DOCUMENT or _ARRAY_FILE.fullmatch(rest) is not None)
+
+
+def _is_junk(key: str, files: Collection[str]) -> bool:
+    """Tell whether a file was left by a system or a viewer, without anybody's data in it.
+
+    A copy that Jupyter keeps of a notebook is somebody's work, and so is a file like ``._notes`` that goes
+    with no other.
+    """
+    *folders, name = key.split("/")
+    if name.endswith(".ipynb"):
+        return False
+    if name in _JUNK or any(folder in _JUNK_FOLDERS for folder in folders):
+        return True
+    if not name.startswith(_COMPANION):
+        return False
+    companion = "/".join([*folders, name.removeprefix(_COMPANION)])
+    return companion in files or any(each.startswith(f"{companion}/") for each in files)

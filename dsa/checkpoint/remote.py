@@ -234,7 +234,7 @@ def _check_replaceable(place: Place, keys: list[str], overwrite: bool) -> None:
         raise CheckpointExistsError(
             f"{place.url!r} already holds {what}: choose another address or pass overwrite=True"
         )
-    foreign = None if attribute is None else foreign_entry(attribute, {key.partition("/")[0] for key in keys})
+    foreign = None if attribute is None else foreign_entry(attribute, keys)
     if foreign is not None:
         raise CheckpointExistsError(
             f"{place.url!r} holds {foreign!r}, which is not part of the checkpoint and would be deleted with "
