@@ -13,9 +13,11 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dsa.errors import DiskSpaceError
 
@@ -47,6 +49,7 @@ __all__ = [
     "read_at",
     "reserve",
     "resource",
+    "retried",
     "sync_directory",
     "sync_file",
     "sync_mapped",
@@ -62,6 +65,10 @@ PAGE: Final = 4096
 _ZEROS: Final = bytes(1 << 20)
 _POPULATE_WRITE: Final = 23
 """MADV_POPULATE_WRITE of Linux 5.14 and later, which Python has no name for."""
+_PAUSES: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+"""Seconds between attempts that the system refuses for a moment; 0.6 together."""
+
+T = TypeVar("T")
 
 
 def advise_random(mapping: mmap.mmap) -> None:
@@ -288,6 +295,28 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
+def retried(action: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401 - those of `action`
+    """Rename or remove something, again for half a second where the system is known to refuse for a moment.
+
+    On Windows a virus scanner or an indexer that looks into a file keeps it from being renamed or removed
+    meanwhile. Elsewhere a refusal is one.
+
+    Args:
+        action: `os.replace`, `os.rename`, `os.unlink`, ...: what does nothing when it is refused.
+        *arguments: Its arguments.
+
+    Raises:
+        OSError: it is refused for good.
+    """
+    pauses = _PAUSES if sys.platform == "win32" or os.name == "nt" else ()
+    for pause in pauses:
+        try:
+            return action(*arguments)
+        except PermissionError:
+            time.sleep(pause)
+    return action(*arguments)
+
+
 def write_atomically(path: Path, data: bytes, held: int | None = None) -> None:
     """Replace a file's content so that whoever reads it, after a kill too, sees the old or the new, whole.
 
@@ -309,10 +338,10 @@ def write_atomically(path: Path, data: bytes, held: int | None = None) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target, src_dir_fd=directory, dst_dir_fd=directory)
+        retried(partial(os.replace, temporary, target, src_dir_fd=directory, dst_dir_fd=directory))
     except OSError:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=directory)
+        with contextlib.suppress(OSError):  # what happened before is what the user has to know
+            retried(partial(os.unlink, temporary, dir_fd=directory))
         raise
     if directory is None:
         sync_directory(path.parent)

@@ -18,6 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, cast
 
+from dsa.system import retried
+
 __all__ = ["exchange_directories", "replace_directory"]
 
 _AT_FDCWD: Final = -100
@@ -35,12 +37,12 @@ def replace_directory(new: Path, old: Path, aside: Path) -> Path:
     """
     if exchange_directories(new, old):
         return new
-    os.rename(old, aside)
+    retried(os.rename, old, aside)
     try:
-        os.rename(new, old)
+        retried(os.rename, new, old)
     except BaseException:
         with suppress(OSError):  # another export may have taken the place
-            os.rename(aside, old)
+            retried(os.rename, aside, old)
         raise
     return aside
 

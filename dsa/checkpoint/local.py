@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from dsa.checkpoint.exchange import replace_directory
-from dsa.checkpoint.occupied import check_inside_nothing, check_replaceable, is_committed
+from dsa.checkpoint.occupied import check_inside_nothing, check_replaceable, is_committed, is_vacant
 from dsa.checkpoint.places import Place
 from dsa.checkpoint.workers import Workers
 from dsa.errors import CheckpointExistsError, CheckpointWriteError, DSAError, StateWarning
 from dsa.notices import notify
 from dsa.shards.documents import DOCUMENT
-from dsa.system import boot_identity, lock_file, sync_directory, sync_file
+from dsa.system import boot_identity, lock_file, retried, sync_directory, sync_file
 
 __all__ = ["LocalTarget", "left_aside"]
 
@@ -78,7 +78,7 @@ class LocalTarget:
     def _check(self) -> None:
         if not self.path.is_symlink() and not self.path.exists():
             return
-        if self.path.is_dir() and not any(self.path.iterdir()):
+        if self.path.is_dir() and is_vacant(self.path):
             return
         check_replaceable(self.path, self._overwrite)
 
@@ -135,8 +135,8 @@ class LocalTarget:
             return replace_directory(self._temporary, self.path, _free_name(self.path, "old"))
         try:
             if self.path.is_dir():
-                self.path.rmdir()
-            os.rename(self._temporary, self.path)
+                retried(self.path.rmdir)
+            retried(os.rename, self._temporary, self.path)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise CheckpointExistsError(
@@ -227,7 +227,7 @@ def left_aside(path: Path) -> Path | None:
 def _recover(path: Path) -> None:
     aside = left_aside(path)
     if aside is not None:
-        os.rename(aside, path)
+        retried(os.rename, aside, path)
 
 
 def _sweep(path: Path) -> None:
@@ -324,6 +324,8 @@ def _remove(directory: Path) -> None:
     for folder, _, _ in os.walk(directory):
         with suppress(OSError):
             os.chmod(folder, 0o700)
+    with suppress(OSError):
+        retried(shutil.rmtree, directory)
     with suppress(OSError):  # interrupted, it may close a descriptor twice
         shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():

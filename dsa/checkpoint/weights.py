@@ -26,7 +26,7 @@ from dsa.checkpoint.places import StorageOptions, find_place
 from dsa.content import StateContent, TableContent
 from dsa.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointWriteError, DiskSpaceError
 from dsa.schema import Field, Records, Schema
-from dsa.system import available_bytes, sync_directory
+from dsa.system import available_bytes, retried, sync_directory
 
 __all__ = ["write_weights"]
 
@@ -125,10 +125,10 @@ def _write_local(
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        retried(os.replace, temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            retried(temporary.unlink, True)
         if isinstance(error, OSError):
             raise _refused(str(path), error) from error
         raise

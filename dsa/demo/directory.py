@@ -15,7 +15,7 @@ from typing import Any, final
 from dsa.demo.graph import Graph
 from dsa.demo.settings import Settings
 from dsa.errors import StateCorruptError, StateExistsError, StateMismatchError, StateNotFoundError
-from dsa.system import write_atomically
+from dsa.system import retried, write_atomically
 
 __all__ = ["Run", "forget_run", "load_run", "require_fresh", "save_run", "state_path"]
 
@@ -70,7 +70,7 @@ def save_run(directory: Path, run: Run) -> None:
 
 def forget_run(directory: Path) -> None:
     """Remove the description, so that none stands beside a state that is being replaced."""
-    (directory / _NAME).unlink(missing_ok=True)
+    retried((directory / _NAME).unlink, True)
 
 
 def load_run(directory: Path, graph: Graph, given: dict[str, Any]) -> Run:
