@@ -49,13 +49,6 @@ def compiled(function: Callable[..., Any] | None = None, /, **options: Any) -> A
     Args:
         function: The function; None when there are options.
         **options: More of `numba.njit`'s, such as ``fastmath``.
-
-    Example:
-        >>> @compiled
-        ... def half(x: float) -> float:
-        ...     return x / 2
-        >>> half(3.0)
-        1.5
     """
     if function is None:
         return lambda given: _with_cache(given, options)
