@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import dsa
 from dsa.commands.wording import in_options
+from dsa.console import forgiving
 from dsa.errors import DSAError
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -120,6 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; `sys.argv` when None.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    with forgiving(sys.stdout, sys.stderr):
+        return _main(given)
+
+
+def _main(given: list[str]) -> int:
     name = _chosen(given)
     prefix = "dsa" if name is None else f"dsa {name}"
     try:

@@ -117,6 +117,7 @@ FLOORS = [
     ),
     ("compilation, and waiting", ["dsa.kernels.compiled", "dsa.kernels.compiling", "dsa.kernels.latch"]),
     ("options and layout", ["dsa.conventions", "dsa.notices", "dsa.schema"]),
+    ("consoles and paths", ["dsa.console", "dsa.directories"]),
     ("files of arrays", ["dsa.shards.*"]),
     ("errors", ["dsa.errors"]),
 ]  # fmt: skip

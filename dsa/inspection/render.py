@@ -15,6 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from dsa.console import forgiving
 from dsa.inspection.sketch import Histogram, Spread
 from dsa.inspection.summary import StateSummary, TableSummary
 from dsa.inspection.text import size
@@ -39,10 +40,11 @@ def print_summary(summary: StateSummary, file: TextIO | None = None) -> None:
     """
     stream = sys.stdout if file is None else file
     console = Console(file=stream, highlight=False, emoji=False)
-    if not console.is_terminal:
-        stream.write(render(summary, unicode=not console.options.ascii_only))
-    else:
-        console.print(_report(summary, console.width, not console.options.ascii_only))
+    with forgiving(stream):
+        if not console.is_terminal:
+            stream.write(render(summary, unicode=not console.options.ascii_only))
+        else:
+            console.print(_report(summary, console.width, not console.options.ascii_only))
 
 
 def render(summary: StateSummary, *, width: int = _WIDTH, color: bool = False, unicode: bool = True) -> str:
