@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Final
 
 from dsa.creation import add_table
+from dsa.directories import local_directory
 from dsa.errors import StateWarning
 from dsa.notices import notify
 from dsa.opening import open_state
@@ -48,9 +49,10 @@ def join_tables(
 
     Raises:
         ValueError: a name is taken in this process, or an option differs from what the directory was opened
-            with.
+            with; or the directory can't be meant, see `dsa.directories.local_directory`.
         StateError: as for `dsa.opening.open_state`.
     """
+    directory = local_directory(directory)
     path = os.path.realpath(directory)
     state = _SHARED.get(path)
     if state is None or not state.is_open:

@@ -59,6 +59,7 @@ DELIBERATE = {
     ],
     "the words before or after it come from another message": [
         ("dsa.demo.command", "--picture needs matplotlib"),
+        ("dsa.directories", "{error}"),
         ("dsa.notices", "{message}"),
         ("dsa.recovery", "in {path}, {error}"),
     ],

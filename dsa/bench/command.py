@@ -12,6 +12,7 @@ from pathlib import Path
 from dsa.bench.report import render
 from dsa.bench.runs import measure
 from dsa.bench.settings import FULL, KINDS, QUICK, Settings, check_room
+from dsa.directories import directory_argument
 
 __all__ = ["add_arguments", "run", "settings_from"]
 
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dir",
-        type=Path,
+        type=directory_argument,
         default=Path(),
         metavar="DIR",
         help="where a temporary folder with all files is made (the current directory, since the system's "

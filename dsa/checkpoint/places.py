@@ -12,6 +12,7 @@ from typing import Any, Final, final
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from dsa.directories import local_directory
 from dsa.errors import CheckpointExistsError, CheckpointNotFoundError
 
 __all__ = ["Place", "StorageOptions", "check_apart", "find_place", "find_target"]
@@ -20,6 +21,7 @@ StorageOptions = Mapping[str, Any]
 
 _ARCHIVES: Final = re.compile("(?:zip|tar|libarchive)::?")
 _ARCHIVE_NAMES: Final = ("zip", "tar", "libarchive")
+_SHORTENED: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
 
 _PACKAGES: Final = {
@@ -117,11 +119,15 @@ def find_place(url: str | os.PathLike[str], storage_options: StorageOptions | No
         >>> find_place("memory://run/step-100").root
         '/run/step-100'
     """
-    text = os.fspath(url)
+    text: Any = os.fspath(url)
     if not text:
         raise ValueError("the address of the checkpoint is empty: pass a directory or a URL")
-    if not _URL.match(text):
-        return _of_directory(text)
+    if isinstance(text, str) and _SHORTENED.match(text):
+        raise ValueError(
+            f"{text!r} is a URL of which pathlib has taken away a slash: pass URLs as str, with both slashes"
+        )
+    if not isinstance(text, str) or not _URL.match(text):
+        return _of_directory(local_directory(url, "url"))
     try:
         files, root = fsspec.url_to_fs(text, **(storage_options or {}))
     except FileNotFoundError as error:  # an archive that isn't there

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsa.commands.options import add_json
 from dsa.commands.output import print_json
+from dsa.directories import directory_argument
 
 if TYPE_CHECKING:
     from dsa.bench.forecast import Forecast
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dir",
-        type=Path,
+        type=directory_argument,
         default=Path(),
         metavar="DIR",
         help="where the table will be (the current directory)",

@@ -23,6 +23,7 @@ from dsa.demo.report import format_report
 from dsa.demo.resources import anonymous_memory, disk_use
 from dsa.demo.settings import default_settings
 from dsa.demo.training import open_table, read_positions, train
+from dsa.directories import directory_argument
 from dsa.errors import StateWarning
 from dsa.optimizer import DiskSparseRiemannianAdam
 
@@ -70,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw the burn-in's negatives by their number of descendants, or uniformly (degree)",
     )
     parser.add_argument(
-        "--disk-dir", type=Path, default=Path("dsa-demo"), help="where the run lives (./dsa-demo)"
+        "--disk-dir",
+        type=directory_argument,
+        default=Path("dsa-demo"),
+        help="where the run lives (./dsa-demo)",
     )
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--resume", action="store_true", help="continue the run in the directory")

@@ -10,6 +10,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 from dsa.content import StateContent
+from dsa.directories import local_directory
 from dsa.errors import StateClosedError, StateCorruptError
 from dsa.init import from_json
 from dsa.inspection import arrays, text
@@ -59,7 +60,7 @@ def open_state(path: str | os.PathLike[str]) -> StateView:
         ((1000, 2), 1, 1)
         >>> optimizer.close()
     """
-    return StateView(Path(path).absolute())
+    return StateView(Path(local_directory(path, "path")).absolute())
 
 
 @final
