@@ -15,14 +15,14 @@ import json
 import posixpath
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Final, final
 
 from dsa.checkpoint.manifest import ARRAY_CHECKSUM
 from dsa.checkpoint.occupied import STATE_FILE, foreign_entry, root_attribute
 from dsa.checkpoint.places import Place
 from dsa.checkpoint.transport import list_remote
-from dsa.errors import CheckpointExistsError, CheckpointWriteError, DSAError
+from dsa.errors import CheckpointExistsError, CheckpointReadError, CheckpointWriteError, DSAError
 from dsa.shards.documents import DOCUMENT
 
 __all__ = ["RemoteTarget"]
@@ -45,33 +45,31 @@ class RemoteTarget:
     """
 
     def __init__(self, place: Place, *, overwrite: bool) -> None:
-        self._place = place
+        self.place = place
         self._files = place.files
         self._sizes: dict[str, int] = {}
         self._open: set[_RemoteFile] = set()
-        try:
+        with _writing(place):
             place.files.invalidate_cache()
             _check_inside_nothing(place)
             existing = list_remote(place)
-        except DSAError:
-            raise
-        except Exception as error:  # of whatever kind the store's library has
-            raise _refused(place, error) from error
-        if existing:
-            _check_replaceable(place, sorted(existing), overwrite)
-            self._remove(existing)
+            if existing:
+                _check_replaceable(place, sorted(existing), overwrite)
+                self._remove(existing)
 
     def create(self, key: str) -> _RemoteFile:
         """Begin a file; see `dsa.checkpoint.targets.Target`."""
         self._sizes[key] = -1
-        file = _RemoteFile(self._files.open(self._place.remote_path(key), "wb"), self, key)
+        with _writing(self.place):
+            file = _RemoteFile(self._files.open(self.place.remote_path(key), "wb"), self, key)
         self._open.add(file)
         return file
 
     def put(self, key: str, data: bytes) -> None:
         """Write a whole file."""
         self._sizes[key] = len(data)
-        self._files.pipe_file(self._place.remote_path(key), data)
+        with _writing(self.place):
+            self._files.pipe_file(self.place.remote_path(key), data)
 
     def closed(self, file: _RemoteFile, key: str, size: int) -> None:
         """Take note of a file that is complete."""
@@ -80,7 +78,7 @@ class RemoteTarget:
 
     def written(self) -> Place:
         """Return where the files can be read before they are committed."""
-        return self._place
+        return self.place
 
     def commit(self, root: bytes) -> str:
         """Compare what is there with what was written, put the root, and return the URL.
@@ -89,24 +87,26 @@ class RemoteTarget:
             CheckpointWriteError: a file is missing or has another size.
             CheckpointExistsError: somebody else has put a root meanwhile.
         """
-        self._files.invalidate_cache()
-        found = list_remote(self._place)
+        with _writing(self.place):
+            self._files.invalidate_cache()
+            found = list_remote(self.place)
         for key in sorted(self._sizes.keys() | found.keys()):
             if key != DOCUMENT and found.get(key) != self._sizes.get(key):
                 raise CheckpointWriteError(
-                    f"{key!r} at {self._place.url!r} has {found.get(key)} bytes after it was written with "
+                    f"{key!r} at {self.place.url!r} has {found.get(key)} bytes after it was written with "
                     f"{self._sizes.get(key)}: somebody else writes there too, or the store failed; try again"
                 )
         try:
-            self._put_once(self._place.remote_path(DOCUMENT), root)
+            with _writing(self.place):
+                self._put_once(self.place.remote_path(DOCUMENT), root)
         except FileExistsError as error:
             self._sizes.clear()
             raise CheckpointExistsError(
-                f"somebody else has completed a checkpoint at {self._place.url!r} meanwhile; both may be "
+                f"somebody else has completed a checkpoint at {self.place.url!r} meanwhile; both may be "
                 "spoilt: verify it, and choose another address"
             ) from error
         self._sizes.clear()
-        return self._place.url
+        return self.place.url
 
     def _put_once(self, path: str, data: bytes) -> None:
         kind = type(self._files)
@@ -127,13 +127,13 @@ class RemoteTarget:
         written, self._sizes = list(self._sizes), {}
         with suppress(Exception):  # what happened before is what the user has to know
             self._files.invalidate_cache()
-            self._remove(key for key in written if key in list_remote(self._place))
+            self._remove(key for key in written if key in list_remote(self.place))
 
     def _remove(self, keys: Iterator[str] | dict[str, int]) -> None:
         every = sorted(keys)
         if DOCUMENT in every:
-            self._files.rm_file(self._place.remote_path(DOCUMENT))
-        rest = [self._place.remote_path(key) for key in every if key != DOCUMENT]
+            self._files.rm_file(self.place.remote_path(DOCUMENT))
+        rest = [self.place.remote_path(key) for key in every if key != DOCUMENT]
         if rest:
             self._files.rm(rest)
 
@@ -148,14 +148,16 @@ class _RemoteFile:
 
     def write(self, data: Any) -> None:  # noqa: ANN401 - any buffer
         self._size += memoryview(data).nbytes
-        self._file.write(data)
+        with _writing(self._target.place):
+            self._file.write(data)
 
     def skip(self, size: int) -> None:
         for start in range(0, size, len(_ZEROS)):
             self.write(_ZEROS[: size - start])
 
     def close(self) -> None:
-        self._file.close()
+        with _writing(self._target.place):
+            self._file.close()
         self._target.closed(self, self._key, self._size)
 
     def discard(self) -> None:
@@ -165,11 +167,31 @@ class _RemoteFile:
             discard()
 
 
-def _refused(place: Place, error: Exception) -> CheckpointWriteError:
+@contextmanager
+def _writing(place: Place) -> Iterator[None]:
+    """Turn whatever a store's library raises into an error that says where it happened.
+
+    Raises:
+        CheckpointWriteError: the store refused, or can't be reached.
+        FileExistsError: something is there that was to be made.
+    """
+    try:
+        yield
+    except CheckpointReadError as error:
+        raise _refused(place, error.__cause__ or error) from error
+    except (DSAError, FileExistsError):
+        raise
+    except Exception as error:  # of whatever kind the store's library has
+        raise _refused(place, error) from error
+
+
+def _refused(place: Place, error: BaseException) -> CheckpointWriteError:
     code = error.errno if isinstance(error, OSError) else None
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return CheckpointWriteError(
         code or errno.EIO,
-        f"{place.url!r} can't be reached ({error}): check the bucket, the endpoint and the storage_options",
+        f"{place.url!r} can't be written to ({reason}): check the bucket, the endpoint and the "
+        "storage_options",
     )
 
 

@@ -18,6 +18,7 @@ from dsa.errors import (
     CheckpointIncompleteError,
     CheckpointNotFoundError,
     CheckpointReadError,
+    CheckpointWriteError,
 )
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -312,6 +313,20 @@ def test_errors_of_a_store_are_ours(odd, error, when):
     assert caught.value.__cause__ is error
     changes.clear()
     open_checkpoint(address).verify()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+@pytest.mark.parametrize("when", ["pipe_file", "open", "find", "exists"])
+def test_errors_of_a_store_that_is_written_to_are_ours(odd, monkeypatch, error, when):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(Odd, when, fail)
+    with pytest.raises(CheckpointWriteError, match=r"'odd://new/k' can't be written to \(") as caught:
+        export(CONTENT, "odd://new/k", compression="zstd")
+    assert type(error).__name__ in str(caught.value)
+    monkeypatch.undo()
+    assert not fsspec.filesystem("memory").exists("/new/k/zarr.json")
 
 
 def test_a_list_that_is_refused_is_not_needed(odd):
