@@ -1,0 +1,211 @@
+"""Power is lost at random instants of random runs on a real file system."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from device import BlockDevice
+from filesystems import new
+from harness import Child, Figures, Report
+from images import Moment, examine, judge
+from references import tuned
+from runs import Reference, Run, draw_run
+
+__all__ = ["lose_power"]
+
+_IMAGES = 3
+
+
+def lose_power(
+    device: BlockDevice, filesystem: str, rng: random.Random, policy: str, images: int, figures: Figures
+) -> None:
+    """Examine so many images of runs of one policy."""
+    left = images
+    while left > 0:
+        run = draw_run(rng, policy)
+        work = device.directory / "reference"
+        with tuned(run):
+            reference = Reference(run, work)
+            shutil.rmtree(work)
+            trial = _Trial(reference, device, rng, left)
+            with new(device, filesystem, device.directory / "mounted") as point:
+                trial.run(point)
+            for taken in trial.taken:
+                _examine(reference, filesystem, taken, figures)
+        left -= len(trial.taken)
+
+
+class _Taken(NamedTuple):
+    """An image, how far the run was, and what the loss of power was like."""
+
+    image: Path
+    moment: Moment
+    how: str
+
+
+def _examine(reference: Reference, filesystem: str, taken: _Taken, figures: Figures) -> None:
+    policy = reference.run.durability
+    finding = examine(taken.image, filesystem, reference.run, taken.moment.exported)
+    verdict = judge(finding, reference, taken.moment)
+    figures.kills[f"power lost, {taken.how}"] += 1
+    figures.phases[f"{policy}: {verdict.kind}"] += 1
+    figures.reopened += finding.kind == "opened"
+    if verdict.bad:
+        told = f"{reference.run}\n{taken.how}, {taken.moment}\n{verdict.text}\nwarned: {finding.warned}"
+        figures.fail(f"{policy}: {verdict.kind}", f"{verdict.kind.upper()}: {told}")
+
+
+class _Plan(NamedTuple):
+    """Something that happens so many seconds after the n-th report."""
+
+    reports: int
+    delay: float
+    call: Callable[[], None]
+
+
+@dataclass
+class _Trial:
+    """One run, of which images are taken; now and then it is killed and goes on.
+
+    Args:
+        reference: What to do, and what it leaves.
+        device: Where.
+        rng: Draws the instants.
+        most: Images to take.
+    """
+
+    reference: Reference
+    device: BlockDevice
+    rng: random.Random
+    most: int
+    taken: list[_Taken] = field(default_factory=list)
+    moment: Moment = field(default_factory=Moment)
+    reports: int = 0
+    ended: bool = False
+    killed: bool = False
+
+    def run(self, point: Path) -> None:
+        """Run to the end, in as many processes as it takes."""
+        plans = [self._plan(self._take) for _ in range(self.rng.randint(1, 4))]
+        if self.reference.run.durability != "none":  # a kill may tear its steps
+            plans += [self._plan(self._kill) for _ in range(self.rng.choice([0, 0, 1, 2]))]
+        plans.sort(key=lambda plan: plan.reports)
+        while not self.ended:
+            self._live(point, plans)
+        if not self.taken:
+            self._take()
+
+    def _plan(self, call: Callable[[], None]) -> _Plan:
+        reports = self.rng.randint(0, 2 * len(self.reference.run.ops) + 2)
+        return _Plan(reports, self.rng.choice([0.0, 0.003, 0.02]) * self.rng.random(), call)
+
+    def _live(self, point: Path, plans: list[_Plan]) -> None:
+        """Follow one process to its end."""
+        moment, self.killed = self.moment, False
+        self.child = Child(lambda report: _train(self.reference, point, moment, report))
+        while True:
+            due: float | None = None
+            if plans and self.reports >= plans[0].reports and not self.killed:
+                due = time.monotonic() + plans[0].delay
+            while (message := self.child.next(due)) is not None:
+                self._note(message)
+                if due is None and plans and self.reports >= plans[0].reports and not self.killed:
+                    due = time.monotonic() + plans[0].delay
+            if due is None or time.monotonic() < due:
+                break
+            plans.pop(0).call()
+        self.child.wait()
+        assert self.ended or self.killed, f"a run ended that nobody killed: {self.reference.run}"
+
+    def _note(self, message: tuple[Any, ...]) -> None:
+        kind, *value = message
+        self.reports += 1
+        moment = self.moment
+        if kind == "failed":
+            raise AssertionError(f"{self.reference.run}: {value[1]}")
+        if kind == "made":
+            self.moment = replace(moment, made=True)
+        elif kind == "stands":
+            self.moment = replace(moment, done=value[0], begun=value[0])
+        elif kind == "begin":
+            exported = moment.exported - {value[0]}
+            self.moment = replace(moment, begun=value[0] + 1, exported=exported)
+        elif kind == "done":
+            op = self.reference.run.ops[value[0] - 1]
+            floor = value[0] if op.kind in ("flush", "close") else moment.floor
+            exported = moment.exported | ({op.number} if op.kind == "export" else frozenset())
+            self.moment = replace(moment, done=value[0], floor=floor, exported=exported)
+        elif kind == "closed":
+            self.ended = True
+            self.moment = replace(moment, floor=moment.done)
+
+    def _drain(self) -> None:
+        while (message := self.child.next(time.monotonic())) is not None:
+            self._note(message)
+
+    def _take(self) -> None:
+        """Draw what may be left if power is lost now."""
+        if not self.ended:
+            self._drain()
+        before = self.moment
+        self.device.hold()
+        if not self.ended:
+            self._drain()
+        # What had returned before this instant, and what had been begun after it.
+        moment = replace(before, begun=max(before.begun, self.moment.begun))
+        if self.moment.exported < before.exported:
+            moment = replace(moment, exported=self.moment.exported)
+        for _ in range(min(_IMAGES, self.most - len(self.taken))):
+            image = self.device.directory / f"image-{len(self.taken)}"
+            chosen = self.device.draw(self.rng, image)
+            grain = chosen.grain or "whole writes"
+            self.taken.append(_Taken(image, moment, f"grain {grain}, {chosen.share:.0%} arrived"))
+
+    def _kill(self) -> None:
+        os.kill(self.child.pid, signal.SIGKILL)
+        self.killed = True
+
+
+def _train(reference: Reference, point: Path, moment: Moment, report: Report) -> None:
+    """Begin a run, or go on with one that was killed."""
+    warnings.simplefilter("ignore")
+    run, state = reference.run, point / "state"
+    if moment.made:
+        optimizer = run.build(state, resume=True)
+        done = _standing(reference, optimizer.global_step, moment)
+    else:
+        shutil.rmtree(state, ignore_errors=True)
+        optimizer, done = run.build(state, resume=None), 0
+        report(("made",))
+    report(("stands", done))
+    for number in range(done, len(run.ops)):
+        report(("begin", number))
+        op = run.ops[number]
+        if op.kind == "close":
+            optimizer.close()
+        else:
+            run.do(optimizer, op, point / "checkpoints")
+        report(("done", number + 1))
+        if op.kind == "close":
+            optimizer = run.build(state, resume=True)
+    optimizer.close()
+    report(("closed",))
+
+
+def _standing(reference: Reference, step: int, moment: Moment) -> int:
+    """Return after how many operations a killed run stands; all but a step may be made again."""
+    done, states = moment.done, reference.states
+    if moment.begun > done and reference.run.ops[done].kind == "step":
+        if step == states[done + 1].counts[0]:
+            return done + 1
+        assert step == states[done].counts[0], f"step {step} after a kill, {moment}, {reference.run}"
+    return done

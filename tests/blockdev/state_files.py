@@ -1,0 +1,40 @@
+"""All that the harness knows of dsa beyond its public interface: names of files, and how a restart is told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import dsa
+import dsa.system
+
+__all__ = ["journal_files", "repair", "restarted", "table_files"]
+
+
+def table_files(state: Path) -> list[Path]:
+    """Return the files that hold the records of a state."""
+    zarr = [path for group in state.glob("*.zarr") for path in sorted(group.rglob("*")) if path.is_file()]
+    return sorted(state.glob("*.dsa")) + [path for path in zarr if path.name != "zarr.json"]
+
+
+def journal_files(state: Path) -> list[Path]:
+    """Return the files of its journal."""
+    return sorted(state.glob("dsa.journal*"))
+
+
+@contextlib.contextmanager
+def restarted() -> Iterator[None]:
+    """Let the process believe that the machine was started again."""
+    with mock.patch.object(dsa.system, "boot_identity", lambda: "another run of the machine"):
+        yield
+
+
+def repair(state: Path) -> bool:
+    """Try to make a refused state usable; return whether there is such a thing and it raised nothing."""
+    call = getattr(dsa, "repair", None)
+    if call is None:
+        return False
+    call(state)
+    return True

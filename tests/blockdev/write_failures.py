@@ -1,0 +1,307 @@
+"""A disk that fails for a while under random runs on a real file system, and then works again."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from device import BlockDevice
+from filesystems import extents, forget, mounted, new, sync
+from harness import Child, Figures, Report, messages
+from images import Finding, Moment, Verdict, examine, judge, look, told_of
+from references import tuned
+from runs import Reference, Run, draw_run
+from scenarios import Op
+from state_files import journal_files, table_files
+
+from dsa.errors import DSAError
+
+__all__ = ["fail_writes"]
+
+_TRIES = 8
+_MOST_IMAGES = 5
+TARGETS = ("tables", "tables", "journal", "journal", "both", "flushes")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What fails, and when.
+
+    Args:
+        target: Whose blocks can't be written, or ``flushes``.
+        at: The operation before which it begins.
+        written: Whether the blocks that were used were written back before; otherwise many never were.
+        times: How often.
+        heal: After so many calls that raised, or operations that did not, it works again.
+    """
+
+    target: str
+    at: int
+    written: bool
+    times: int
+    heal: int
+
+
+def fail_writes(
+    device: BlockDevice, filesystem: str, rng: random.Random, policy: str, trials: int, figures: Figures
+) -> None:
+    """Let a disk fail in so many runs of one policy."""
+    for _ in range(trials):
+        run = _draw(rng, policy)
+        fault = Fault(
+            target=rng.choice(TARGETS),
+            at=rng.randrange(len(run.ops) - 2),
+            written=rng.random() < 0.5,
+            times=rng.choice([1, 3, 1 << 40]),
+            heal=rng.randint(1, 5),
+        )
+        with tuned(run):
+            reference = Reference(run, device.directory / "reference")
+            shutil.rmtree(device.directory / "reference")
+            _try(device, filesystem, reference, fault, rng, figures)
+
+
+def _draw(rng: random.Random, policy: str) -> Run:
+    drawn = draw_run(rng, policy, ("memmap", "memmap", "memmap", "zarr", "zstd"))
+    kinds = ["step"] * 6 + ["flush", "close"]
+    ops = tuple(Op(rng.choice(kinds), number) for number in range(rng.randint(6, 16)))
+    return replace(drawn, ops=(Op("step", 99), *ops, Op("step", 100)))
+
+
+def _try(
+    device: BlockDevice,
+    filesystem: str,
+    reference: Reference,
+    fault: Fault,
+    rng: random.Random,
+    figures: Figures,
+) -> None:
+    seed = rng.getrandbits(32)
+    with new(device, filesystem, device.directory / "mounted") as point:
+        child = Child(lambda report: _Stubborn(reference, device, point, fault, seed, report).run())
+        told = list(messages(child))
+        status = child.wait()
+        device.fail(())
+        device.fail_flushes(0)
+    where = f"{reference.run}\n{fault}"
+    for message in told:
+        if message[0] == "failed":
+            figures.fail(f"{reference.run.durability}: the run", f"{where}\n{message[2]}")
+            return
+    if status:
+        figures.fail(f"{reference.run.durability}: the run", f"{where}\nended with status {status}")
+        return
+    failed = _count(told, figures, reference.run.durability)
+    for message in told:
+        if message[0] == "image":
+            _, path, moment, returned = message
+            finding = examine(path, filesystem, reference.run)
+            what = f"power lost after {returned} returned"
+            _note(figures, reference, what, judge(finding, reference, moment), finding, f"{where}\n{moment}")
+        elif message[0] == "went back":
+            figures.phases[f"{reference.run.durability}: {message[1]}"] += 1
+            if message[3]:
+                kind = f"{reference.run.durability}: rows went back after flush returned"
+                figures.fail(kind, f"{where}\n{message[2]} rows")
+    # The file system was unmounted in between, so that no page is left in memory.
+    moment, answered = next(message[1:] for message in told if message[0] == "end")
+    with mounted(device.file, filesystem, device.directory / "mounted") as point:
+        finding = look(reference.run, point, restart=False)
+    _note(
+        figures, reference, "opened again", _judge_end(finding, reference, moment, answered), finding,
+        f"{where}\n{moment}, {failed} writes failed",
+    )  # fmt: skip
+
+
+def _count(told: list[Any], figures: Figures, policy: str) -> int:
+    failed = next(message[1] for message in told if message[0] == "failures")
+    figures.kills["disk failed" if failed else "disk failed where nothing was written"] += 1
+    gave_up = any(message[0] == "gave up" for message in told)
+    figures.phases[f"{policy}: {'never worked again' if gave_up else 'went on'}"] += bool(failed)
+    return failed
+
+
+def _judge_end(finding: Finding, reference: Reference, moment: Moment, told: bool) -> Verdict:
+    verdict = judge(finding, reference, moment)
+    # Where the last flush and close have raised, it was told that rows may go back.
+    if verdict.kind == "silent" and told:
+        return Verdict("told by an error")
+    return verdict
+
+
+def _note(
+    figures: Figures, reference: Reference, what: str, verdict: Verdict, finding: Finding, where: str
+) -> None:
+    kind = f"{reference.run.durability}: {what}: {verdict.kind}"
+    figures.phases[kind] += 1
+    figures.reopened += finding.kind == "opened"
+    if verdict.bad:
+        told = "told" if told_of(finding) else "not told"
+        figures.fail(kind, f"{kind.upper()}: {where}\n{verdict.text}\n{told}, warned: {finding.warned}")
+
+
+@dataclass
+class _Stubborn:
+    """A user who flushes after each error until that returns, looks whether the step counts, and goes on.
+
+    Args:
+        reference: What to do, and what it leaves.
+        device: Fails.
+        point: Where its file system is mounted.
+        fault: How.
+        seed: Of what is drawn here.
+        report: Told of images and of how it ended.
+    """
+
+    reference: Reference
+    device: BlockDevice
+    point: Path
+    fault: Fault
+    seed: int
+    report: Report
+    done: int = 0
+    begun: int = 0
+    floor: int = 0
+    calls: int = 0
+    images: int = 0
+    failing: bool = False
+    failed_since_success: bool = False
+    errors: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Run to the end, or to where nothing works."""
+        warnings.simplefilter("ignore")
+        self.rng = random.Random(self.seed)
+        run = self.reference.run
+        self.state = self.point / "state"
+        self.optimizer = run.build(self.state, resume=None)
+        try:
+            for number, op in enumerate(run.ops):
+                if number == self.fault.at:
+                    self._break()
+                self.begun = number + 1
+                if not self._apply(op):
+                    self.report(("gave up", self.errors[-3:]))
+                    break
+                self.done = number + 1
+                self._press()
+        finally:
+            closed = self._insist(lambda: self.optimizer.close())
+            if closed:
+                self.floor = self.done
+            self._heal()
+        self.report(("failures", sum(self._failures())))
+        self.report(("end", self._moment(), not closed))
+        if not closed:
+            os._exit(0)  # it is abandoned, as by a kill
+
+    def _failures(self) -> tuple[int, int]:
+        counted = self.device.figures()
+        return counted["failed_writes"] - self._before[0], counted["failed_flushes"] - self._before[1]
+
+    def _break(self) -> None:
+        if self.fault.written:
+            self.optimizer.flush()
+            sync(self.point)
+        counted = self.device.figures()
+        self._before = counted["failed_writes"], counted["failed_flushes"]
+        if self.fault.target == "flushes":
+            self.device.fail_flushes(min(self.fault.times, 1000))
+        else:
+            tables, journals = table_files(self.state), journal_files(self.state)
+            files = {"tables": tables, "journal": journals, "both": tables + journals}[self.fault.target]
+            ranges = [each for file in files for each in extents(file)]
+            self.device.fail(ranges, self.fault.times)
+        self.failing = True
+
+    def _heal(self) -> None:
+        self.device.fail(())
+        self.device.fail_flushes(0)
+        self.failing = False
+
+    def _attempt(self, call: Callable[[], object]) -> bool:
+        if self.failing:
+            self.calls += 1
+            if self.calls > self.fault.heal:
+                self._heal()
+        try:
+            call()
+        except (OSError, DSAError) as error:
+            self.errors.append(repr(error))
+            return False
+        return True
+
+    def _insist(self, call: Callable[[], object]) -> bool:
+        return any(self._attempt(call) for _ in range(_TRIES))
+
+    def _apply(self, op: Op) -> bool:
+        for _ in range(_TRIES):
+            if self._attempt(lambda: self._call(op)):
+                self._returned(op.kind, self.begun)
+                return True
+            if not self._insist(lambda: self._call(Op("flush"))):
+                return False
+            counted = self._counts(op)
+            self._returned("flush", self.done + counted)
+            if counted or op.kind == "flush":
+                return True
+        return False
+
+    def _counts(self, op: Op) -> bool:
+        if op.kind != "step":
+            return False
+        before, after = self.reference.states[self.done : self.begun + 1]
+        step = self.optimizer.global_step
+        assert step in (before.counts[0], after.counts[0]), f"step {step} after {self.errors}"
+        return step == after.counts[0]
+
+    def _call(self, op: Op) -> None:
+        if op.kind == "close":
+            self.optimizer.close()
+            self.optimizer = self.reference.run.build(self.state, resume=True)
+        else:
+            self.reference.run.do(self.optimizer, op, self.point)
+
+    def _moment(self, done: int | None = None, begun: int | None = None) -> Moment:
+        return Moment(True, self.done if done is None else done, begun or self.begun, self.floor)
+
+    def _returned(self, kind: str, done: int) -> None:
+        """Something reported success: what it promises must be there whatever happens now."""
+        if kind in ("flush", "close"):
+            self.floor = done
+        if not self.errors and not self.failing:
+            return
+        promising = kind in ("flush", "close") or self.reference.run.durability == "power"
+        if promising and self.images < _MOST_IMAGES and (kind == "flush" or self.rng.random() < 0.4):
+            image = self.device.directory / f"image-{self.images}"
+            self.images += 1
+            self.device.image(self.rng, image)
+            self.report(("image", image, self._moment(done, done), kind))
+        if kind in ("flush", "close"):
+            self._look(done)
+
+    def _look(self, done: int) -> None:
+        """Compare the rows that the running process reads with what they must be."""
+        if self.failing:
+            return
+        forget(self.point)
+        wanted = self.reference.states[done].tables
+        wrong = 0
+        for name, rows in self.reference.run.rows.items():
+            found = self.optimizer.read_rows(range(rows), name).numpy()
+            wrong += int((found != wanted[name]["w"]).any(1).sum())
+        what = "rows went back in the running process" if wrong else "rows stayed in the running process"
+        self.report(("went back", what, wrong, bool(wrong)))
+
+    def _press(self) -> None:
+        """Write back and forget, as the kernel does on its own."""
+        if self.failing and self.rng.random() < 0.5:
+            sync(self.point)
+            if self.rng.random() < 0.5:
+                forget(self.point)
