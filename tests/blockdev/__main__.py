@@ -13,8 +13,9 @@ import time
 import warnings
 from pathlib import Path
 
-for _directory in (Path(__file__).parents[2], Path(__file__).parents[1] / "crash", Path(__file__).parent):
-    sys.path.insert(0, str(_directory))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from device import BlockDevice
@@ -71,10 +72,15 @@ def _show(title: str, figures: Figures, seconds: float, options: argparse.Namesp
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.blockdev", description=__doc__)
     parser.add_argument("--images", type=int, default=1000, help="losses of power, over all policies")
-    parser.add_argument("--eio", type=int, default=200, help="runs on a disk that fails for a while, likewise")
+    parser.add_argument(
+        "--eio", type=int, default=200, help="runs on a disk that fails for a while, likewise"
+    )
     parser.add_argument("--policy", action="append", choices=POLICIES, help="may be repeated; all by default")
     parser.add_argument(
-        "--filesystem", action="append", choices=FILESYSTEMS, help="may be repeated; those there are by default"
+        "--filesystem",
+        action="append",
+        choices=FILESYSTEMS,
+        help="may be repeated; those there are by default",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--details", type=int, default=3, help="failures to show, of each kind of run")

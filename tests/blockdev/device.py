@@ -176,6 +176,10 @@ class BlockDevice:
         """Become a new disk that fails nothing. Nothing may be attached to it."""
         self._ask("clear")
 
+    def load(self, image: Path) -> None:
+        """Become a disk that holds an image. Nothing may be attached to it."""
+        self._ask("load", str(image))
+
     def close(self) -> None:
         """Unmount what is in the directory and end the process."""
         self._control.close()
@@ -210,7 +214,7 @@ class BlockDevice:
 
 
 def _start(directory: Path, size: int) -> tuple[subprocess.Popen[bytes], Connection]:
-    # Locked before it has its name, and held by the process alone: who can lock it knows that nobody is there.
+    # Locked before it has its name, and held by that process alone: who can lock it knows that it is gone.
     unnamed = directory / "lock.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)

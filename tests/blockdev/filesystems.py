@@ -18,7 +18,7 @@ from pathlib import Path
 
 from device import BlockDevice, attached, command
 
-__all__ = ["FILESYSTEMS", "SIZE", "extents", "forget", "mounted", "new", "sync", "unavailable"]
+__all__ = ["FILESYSTEMS", "SIZE", "extents", "forget", "mounted", "new", "offered", "sync", "unavailable"]
 
 SIZE = 320 << 20
 """Bytes of a device: the least that xfs is made on is 300 MB."""
@@ -37,9 +37,19 @@ _HEADER, _EXTENT = struct.Struct("<QQIIII"), struct.Struct("<QQQQQIIII")
 _UNPLACED = 0x1 << 1 | 0x1 << 2  # unknown, or not allocated yet
 
 
+def offered() -> list[str]:
+    """Return the file systems whose programs are installed."""
+    return [name for name in FILESYSTEMS if _program(name)]
+
+
+def _program(filesystem: str) -> str | None:
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    return shutil.which(_MAKE[filesystem].split()[0], path=path)
+
+
 @functools.cache
 def unavailable(filesystem: str = "ext4") -> str:
-    """Return why a file system can't be had here; empty when it can."""
+    """Return why a file system can't be had here, which is tried; empty when it can."""
     if sys.platform != "linux":
         return "block devices in user space need Linux"
     if os.geteuid() != 0:
@@ -47,9 +57,8 @@ def unavailable(filesystem: str = "ext4") -> str:
     for node in ("/dev/fuse", "/dev/loop-control"):
         if not os.access(node, os.R_OK | os.W_OK):
             return f"there is no {node}"
-    program = _MAKE[filesystem].split()[0]
-    if shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
-        return f"there is no {program}"
+    if not _program(filesystem):
+        return f"there is no {_MAKE[filesystem].split()[0]}"
     try:
         with BlockDevice(SIZE) as device, new(device, filesystem, device.directory / "trial"):
             return ""

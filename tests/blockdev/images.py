@@ -6,7 +6,6 @@ import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from filesystems import mounted
 from harness import Child, Report, messages
@@ -85,25 +84,24 @@ class Verdict:
         return self.kind in BAD
 
 
-def examine(image: Path, filesystem: str, run: Run, made: frozenset[int] = frozenset()) -> Finding:
+def examine(
+    image: Path, filesystem: str, run: Run, exported: frozenset[int] = frozenset(), restarts: int = 1
+) -> Finding:
     """Mount an image, open the state in it in a process of another boot, and remove the image."""
     try:
         with mounted(image, filesystem, image.with_name(f"{image.name}-mounted")) as point:
-            return look(run, point, made)
+            return look(run, point, exported, restarts)
     except OSError as error:
         return Finding("does not mount", str(error))
     finally:
         image.unlink()
 
 
-def look(run: Run, place: Path, exported: frozenset[int] = frozenset(), restart: bool = True) -> Finding:
-    """Open a state in a fresh process, after a restart or not."""
+def look(run: Run, place: Path, exported: frozenset[int] = frozenset(), restarts: int = 0) -> Finding:
+    """Open a state in a fresh process, after so many restarts of the machine."""
 
     def body(report: Report) -> None:
-        if restart:
-            with restarted():
-                report(("finding", _open(run, place, exported)))
-        else:
+        with restarted(restarts):
             report(("finding", _open(run, place, exported)))
 
     child = Child(body)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from device import BlockDevice
-from filesystems import new
+from filesystems import mounted, new
 from harness import Child, Figures, Report
 from images import Moment, examine, judge
 from references import tuned
-from runs import Reference, Run, draw_run
+from runs import Reference, content_of, draw_run
+from state_files import restarted
 
 __all__ = ["lose_power"]
 
@@ -36,12 +37,37 @@ def lose_power(
         with tuned(run):
             reference = Reference(run, work)
             shutil.rmtree(work)
-            trial = _Trial(reference, device, rng, left)
-            with new(device, filesystem, device.directory / "mounted") as point:
-                trial.run(point)
-            for taken in trial.taken:
-                _examine(reference, filesystem, taken, figures)
-        left -= len(trial.taken)
+            left -= _follow(reference, device, filesystem, rng, left, figures)
+
+
+def _follow(
+    reference: Reference,
+    device: BlockDevice,
+    filesystem: str,
+    rng: random.Random,
+    most: int,
+    figures: Figures,
+) -> int:
+    """Run once, with an examination of what was taken on the way; return how many images that were.
+
+    With ``"power"``, where a run can go on after it, power is lost for good in half of them, and lost again.
+    """
+    point = device.directory / "mounted"
+    trial = _Trial(reference, device, rng, most)
+    with new(device, filesystem, point):
+        trial.run(point)
+    count = len(trial.taken)
+    again = [taken for taken in trial.taken if taken.moment.made and taken.moment.done < taken.moment.begun]
+    if reference.run.durability == "power" and again and count < most and rng.random() < 0.5:
+        chosen = rng.choice(again)
+        device.load(chosen.image)
+        second = _Trial(reference, device, rng, most - count, moment=chosen.moment, restarts=1)
+        with mounted(device.file, filesystem, point):
+            second.run(point)
+        trial.taken += second.taken
+    for taken in trial.taken:
+        _examine(reference, filesystem, taken, figures)
+    return len(trial.taken)
 
 
 class _Taken(NamedTuple):
@@ -50,11 +76,12 @@ class _Taken(NamedTuple):
     image: Path
     moment: Moment
     how: str
+    restarts: int
 
 
 def _examine(reference: Reference, filesystem: str, taken: _Taken, figures: Figures) -> None:
     policy = reference.run.durability
-    finding = examine(taken.image, filesystem, reference.run, taken.moment.exported)
+    finding = examine(taken.image, filesystem, reference.run, taken.moment.exported, taken.restarts)
     verdict = judge(finding, reference, taken.moment)
     figures.kills[f"power lost, {taken.how}"] += 1
     figures.phases[f"{policy}: {verdict.kind}"] += 1
@@ -81,14 +108,17 @@ class _Trial:
         device: Where.
         rng: Draws the instants.
         most: Images to take.
+        moment: How far it is when it begins.
+        restarts: How often the machine was started again before.
     """
 
     reference: Reference
     device: BlockDevice
     rng: random.Random
     most: int
-    taken: list[_Taken] = field(default_factory=list)
     moment: Moment = field(default_factory=Moment)
+    restarts: int = 0
+    taken: list[_Taken] = field(default_factory=list)
     reports: int = 0
     ended: bool = False
     killed: bool = False
@@ -96,8 +126,12 @@ class _Trial:
     def run(self, point: Path) -> None:
         """Run to the end, in as many processes as it takes."""
         plans = [self._plan(self._take) for _ in range(self.rng.randint(1, 4))]
+        if self.restarts:
+            plans.append(_Plan(0, 0.05 * self.rng.random(), self._take))  # while it is opened
         if self.reference.run.durability != "none":  # a kill may tear its steps
-            plans += [self._plan(self._kill) for _ in range(self.rng.choice([0, 0, 1, 2]))]
+            for kill in [self._plan(self._kill) for _ in range(self.rng.choice([0, 0, 1, 2]))]:
+                opening = _Plan(kill.reports, 0.05 * self.rng.random(), self._take)
+                plans += [kill, opening] if self.rng.random() < 0.7 else [kill]
         plans.sort(key=lambda plan: plan.reports)
         while not self.ended:
             self._live(point, plans)
@@ -110,8 +144,14 @@ class _Trial:
 
     def _live(self, point: Path, plans: list[_Plan]) -> None:
         """Follow one process to its end."""
-        moment, self.killed = self.moment, False
-        self.child = Child(lambda report: _train(self.reference, point, moment, report))
+        moment, restarts, self.killed = self.moment, self.restarts, False
+        found_by_content = restarts > 0 and self.reports == 0
+
+        def body(report: Report) -> None:
+            with restarted(restarts):
+                _train(self.reference, point, moment, found_by_content, report)
+
+        self.child = Child(body)
         while True:
             due: float | None = None
             if plans and self.reports >= plans[0].reports and not self.killed:
@@ -165,21 +205,27 @@ class _Trial:
         if self.moment.exported < before.exported:
             moment = replace(moment, exported=self.moment.exported)
         for _ in range(min(_IMAGES, self.most - len(self.taken))):
-            image = self.device.directory / f"image-{len(self.taken)}"
+            image = self.device.directory / f"image-{self.restarts}-{len(self.taken)}"
             chosen = self.device.draw(self.rng, image)
             grain = chosen.grain or "whole writes"
-            self.taken.append(_Taken(image, moment, f"grain {grain}, {chosen.share:.0%} arrived"))
+            how = f"grain {grain}, {chosen.share:.0%} arrived{', again' * self.restarts}"
+            self.taken.append(_Taken(image, moment, how, self.restarts + 1))
 
     def _kill(self) -> None:
         os.kill(self.child.pid, signal.SIGKILL)
         self.killed = True
 
 
-def _train(reference: Reference, point: Path, moment: Moment, report: Report) -> None:
-    """Begin a run, or go on with one that was killed."""
+def _train(reference: Reference, point: Path, moment: Moment, found_by_content: bool, report: Report) -> None:
+    """Begin a run, or go on with one that was killed or lost power."""
     warnings.simplefilter("ignore")
     run, state = reference.run, point / "state"
-    if moment.made:
+    if found_by_content:
+        run.build(state, resume=True).close()
+        found = reference.indices(content_of(state), moment.done, moment.begun)
+        assert found, f"nothing between {moment.done} and {moment.begun}"
+        optimizer, done = run.build(state, resume=True), found[-1]
+    elif moment.made:
         optimizer = run.build(state, resume=True)
         done = _standing(reference, optimizer.global_step, moment)
     else:

@@ -1,4 +1,4 @@
-"""All that the harness knows of dsa beyond its public interface: names of files, and how a restart is told."""
+"""What the harness knows of dsa beyond its public interface: names of files, and how a restart is told."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ def journal_files(state: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def restarted() -> Iterator[None]:
-    """Let the process believe that the machine was started again."""
-    with mock.patch.object(dsa.system, "boot_identity", lambda: "another run of the machine"):
+def restarted(times: int = 1) -> Iterator[None]:
+    """Let the process believe that the machine was started again so often."""
+    if times == 0:
+        yield
+        return
+    with mock.patch.object(dsa.system, "boot_identity", return_value=f"run {times} of the machine"):
         yield
 
 

@@ -1,6 +1,6 @@
 """What a disk with a volatile cache holds, and what it may hold after a loss of power.
 
-A write goes to the cache; a flush makes durable all that has been written before. When power is lost, what was
+A write goes to the cache; a flush makes durable all that was written before. When power is lost, what was
 flushed is there, and of what was written since any part: each piece of each write has arrived or not. Pieces
 are sectors, pages or whole writes. Later pieces of the same place win over earlier ones.
 """
@@ -96,6 +96,18 @@ class VolatileCache:
         with self._lock:
             self._clear()
 
+    def load(self, path: str) -> None:
+        """Become a new disk with the content of a sparse file, all of it durable."""
+        with self._lock, open(path, "rb") as file:
+            self._clear()
+            start = 0
+            while (start := _next_data(file.fileno(), start)) < self.size:
+                start -= start % BLOCK
+                block = os.pread(file.fileno(), BLOCK, start)
+                self._now[start : start + len(block)] = self._durable[start : start + len(block)] = block
+                self._touched.add(start // BLOCK)
+                start += BLOCK
+
     def read(self, start: int, size: int) -> bytes:
         """Return bytes as they were last written."""
         with self._lock:
@@ -162,3 +174,12 @@ class VolatileCache:
                 number: self._durable[number * BLOCK : (number + 1) * BLOCK] for number in self._touched
             }
             return Held(self.size, durable, list(self._pending))
+
+
+def _next_data(descriptor: int, start: int) -> int:
+    try:
+        return os.lseek(descriptor, start, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return 1 << 62
+        raise

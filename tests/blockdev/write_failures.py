@@ -22,7 +22,7 @@ from state_files import journal_files, table_files
 
 from dsa.errors import DSAError
 
-__all__ = ["fail_writes"]
+__all__ = ["Fault", "fail_writes", "try_fault"]
 
 _TRIES = 8
 _MOST_IMAGES = 5
@@ -64,7 +64,7 @@ def fail_writes(
         with tuned(run):
             reference = Reference(run, device.directory / "reference")
             shutil.rmtree(device.directory / "reference")
-            _try(device, filesystem, reference, fault, rng, figures)
+            try_fault(device, filesystem, reference, fault, rng, figures)
 
 
 def _draw(rng: random.Random, policy: str) -> Run:
@@ -74,7 +74,7 @@ def _draw(rng: random.Random, policy: str) -> Run:
     return replace(drawn, ops=(Op("step", 99), *ops, Op("step", 100)))
 
 
-def _try(
+def try_fault(
     device: BlockDevice,
     filesystem: str,
     reference: Reference,
@@ -112,7 +112,7 @@ def _try(
     # The file system was unmounted in between, so that no page is left in memory.
     moment, answered = next(message[1:] for message in told if message[0] == "end")
     with mounted(device.file, filesystem, device.directory / "mounted") as point:
-        finding = look(reference.run, point, restart=False)
+        finding = look(reference.run, point)
     _note(
         figures, reference, "opened again", _judge_end(finding, reference, moment, answered), finding,
         f"{where}\n{moment}, {failed} writes failed",
