@@ -37,7 +37,11 @@ def lose_power(
         with tuned(run):
             reference = Reference(run, work)
             shutil.rmtree(work)
-            left -= _follow(reference, device, filesystem, rng, left, figures)
+            try:
+                left -= _follow(reference, device, filesystem, rng, left, figures)
+            except AssertionError as error:
+                figures.fail(f"{policy}: the run", f"{run}\n{error}")
+                left -= 1
 
 
 def _follow(
@@ -152,26 +156,35 @@ class _Trial:
                 _train(self.reference, point, moment, found_by_content, report)
 
         self.child = Child(body)
+        try:
+            self._watch(plans)
+        finally:
+            self.child.kill()
+            self.child.wait()
+        assert self.ended or self.killed, "a run ended that nobody killed"
+
+    def _watch(self, plans: list[_Plan]) -> None:
+        """Take in what a process reports until it ends, and do what was planned on the way."""
         while True:
-            due: float | None = None
-            if plans and self.reports >= plans[0].reports and not self.killed:
-                due = time.monotonic() + plans[0].delay
+            due = self._due(plans)
             while (message := self.child.next(due)) is not None:
                 self._note(message)
-                if due is None and plans and self.reports >= plans[0].reports and not self.killed:
-                    due = time.monotonic() + plans[0].delay
+                due = due or self._due(plans)
             if due is None or time.monotonic() < due:
-                break
+                return
             plans.pop(0).call()
-        self.child.wait()
-        assert self.ended or self.killed, f"a run ended that nobody killed: {self.reference.run}"
+
+    def _due(self, plans: list[_Plan]) -> float | None:
+        if not plans or self.killed or self.reports < plans[0].reports:
+            return None
+        return time.monotonic() + plans[0].delay
 
     def _note(self, message: tuple[Any, ...]) -> None:
         kind, *value = message
         self.reports += 1
         moment = self.moment
         if kind == "failed":
-            raise AssertionError(f"{self.reference.run}: {value[1]}")
+            raise AssertionError(value[1])
         if kind == "made":
             self.moment = replace(moment, made=True)
         elif kind == "stands":
@@ -224,7 +237,7 @@ def _train(reference: Reference, point: Path, moment: Moment, found_by_content: 
         run.build(state, resume=True).close()
         found = reference.indices(content_of(state), moment.done, moment.begun)
         assert found, f"nothing between {moment.done} and {moment.begun}"
-        optimizer, done = run.build(state, resume=True), found[-1]
+        optimizer, done = run.build(state, resume=True), found[0]
     elif moment.made:
         optimizer = run.build(state, resume=True)
         done = _standing(reference, optimizer.global_step, moment)

