@@ -22,7 +22,7 @@ from device import BlockDevice
 from filesystems import FILESYSTEMS, SIZE, unavailable
 from harness import Figures
 from power_losses import lose_power
-from runs import POLICIES
+from training_runs import POLICIES
 from write_failures import fail_writes
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from filesystems import mounted
 from harness import Child, Report, messages
-from runs import Content, Reference, Run, content_of, matches
 from state_files import repair, restarted
+from training_runs import Content, Reference, Run, content_of, matches
 
 import dsa
 from dsa.errors import CorruptRowError, DSAError, StateWarning

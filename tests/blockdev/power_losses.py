@@ -18,8 +18,8 @@ from filesystems import mounted, new
 from harness import Child, Figures, Report
 from images import Moment, examine, judge
 from references import tuned
-from runs import Reference, content_of, draw_run
 from state_files import restarted
+from training_runs import Reference, content_of, draw_run
 
 __all__ = ["lose_power"]
 
@@ -27,9 +27,15 @@ _IMAGES = 3
 
 
 def lose_power(
-    device: BlockDevice, filesystem: str, rng: random.Random, policy: str, images: int, figures: Figures
+    device: BlockDevice,
+    filesystem: str,
+    rng: random.Random,
+    policy: str,
+    images: int,
+    figures: Figures,
+    kills: bool = True,
 ) -> None:
-    """Examine so many images of runs of one policy."""
+    """Examine so many images of runs of one policy, of which some are killed and go on, if that is wanted."""
     left = images
     while left > 0:
         run = draw_run(rng, policy)
@@ -38,26 +44,20 @@ def lose_power(
             reference = Reference(run, work)
             shutil.rmtree(work)
             try:
-                left -= _follow(reference, device, filesystem, rng, left, figures)
+                trial = _Trial(reference, device, rng, left, kills=kills and policy != "none")
+                left -= _follow(trial, filesystem, figures)
             except AssertionError as error:
                 figures.fail(f"{policy}: the run", f"{run}\n{error}")
                 left -= 1
 
 
-def _follow(
-    reference: Reference,
-    device: BlockDevice,
-    filesystem: str,
-    rng: random.Random,
-    most: int,
-    figures: Figures,
-) -> int:
+def _follow(trial: _Trial, filesystem: str, figures: Figures) -> int:
     """Run once, with an examination of what was taken on the way; return how many images that were.
 
     With ``"power"``, where a run can go on after it, power is lost for good in half of them, and lost again.
     """
+    reference, device, rng, most = trial.reference, trial.device, trial.rng, trial.most
     point = device.directory / "mounted"
-    trial = _Trial(reference, device, rng, most)
     with new(device, filesystem, point):
         trial.run(point)
     count = len(trial.taken)
@@ -112,6 +112,7 @@ class _Trial:
         device: Where.
         rng: Draws the instants.
         most: Images to take.
+        kills: Whether it may be killed, which tears steps with ``durability="none"``.
         moment: How far it is when it begins.
         restarts: How often the machine was started again before.
     """
@@ -120,6 +121,7 @@ class _Trial:
     device: BlockDevice
     rng: random.Random
     most: int
+    kills: bool = True
     moment: Moment = field(default_factory=Moment)
     restarts: int = 0
     taken: list[_Taken] = field(default_factory=list)
@@ -132,7 +134,7 @@ class _Trial:
         plans = [self._plan(self._take) for _ in range(self.rng.randint(1, 4))]
         if self.restarts:
             plans.append(_Plan(0, 0.05 * self.rng.random(), self._take))  # while it is opened
-        if self.reference.run.durability != "none":  # a kill may tear its steps
+        if self.kills:
             for kill in [self._plan(self._kill) for _ in range(self.rng.choice([0, 0, 1, 2]))]:
                 opening = _Plan(kill.reports, 0.05 * self.rng.random(), self._take)
                 plans += [kill, opening] if self.rng.random() < 0.7 else [kill]

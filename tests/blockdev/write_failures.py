@@ -17,9 +17,9 @@ from filesystems import extents, forget, mounted, new, sync
 from harness import Child, Figures, Report, messages
 from images import Finding, Moment, Verdict, examine, judge, look, told_of
 from references import tuned
-from runs import Reference, Run, draw_run
 from scenarios import Op
 from state_files import journal_files, table_files
+from training_runs import Reference, Run, draw_run
 
 from dsa.errors import DSAError
 
