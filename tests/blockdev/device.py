@@ -34,8 +34,8 @@ _LOCK = "lock"
 _PATIENCE = 10.0
 
 
-def command(*words: str | os.PathLike[str]) -> str:
-    """Run a program of the system and return what it prints.
+def command(*words: str | os.PathLike[str], good: Sequence[int] = (0,)) -> str:
+    """Run a program of the system, which ends with one of some statuses, and return what it prints.
 
     Raises:
         OSError: it failed; with what it said.
@@ -48,7 +48,7 @@ def command(*words: str | os.PathLike[str]) -> str:
         check=False,
         env={**os.environ, "PATH": path, "LC_ALL": "C"},
     )
-    if done.returncode:
+    if done.returncode not in good:
         raise OSError(f"{' '.join(map(str, words))}: {done.stderr.strip() or done.returncode}")
     return done.stdout.strip()
 

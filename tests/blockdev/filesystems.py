@@ -71,11 +71,24 @@ def mounted(file: Path, filesystem: str, point: Path) -> Iterator[Path]:
     """Mount the file system in a file at a directory, which is made."""
     point.mkdir(exist_ok=True)
     with attached(file) as node:
-        command("mount", "-t", filesystem, "-o", _MOUNT[filesystem], node, point)
+        _mount(node, filesystem, point)
         try:
             yield point
         finally:
             _unmount(point)
+
+
+def _mount(node: str, filesystem: str, point: Path) -> None:
+    words = ("mount", "-t", filesystem, "-o", _MOUNT[filesystem], node, point)
+    try:
+        command(*words)
+    except OSError:
+        if filesystem != "ext4":
+            raise
+        # It looks at group descriptors before it replays its journal, which has them if they are torn. Where
+        # a machine starts, e2fsck comes first and replays it.
+        command("e2fsck", "-p", node, good=(0, 1))
+        command(*words)
 
 
 @contextlib.contextmanager

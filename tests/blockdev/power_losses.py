@@ -236,7 +236,9 @@ def _train(reference: Reference, point: Path, moment: Moment, found_by_content: 
     warnings.simplefilter("ignore")
     run, state = reference.run, point / "state"
     if found_by_content:
-        run.build(state, resume=True).close()
+        with run.build(state, resume=True) as optimizer:
+            for name in run.rows:
+                optimizer.read_rows([0], name)  # finishes what was interrupted
         found = reference.indices(content_of(state), moment.done, moment.begun)
         assert found, f"nothing between {moment.done} and {moment.begun}"
         optimizer, done = run.build(state, resume=True), found[0]
