@@ -110,8 +110,9 @@ def continue_state(
             _make_anew(path, tables, storage)
         elif stored.status == "open" and "power" in (stored.durability, storage.durability):
             # The journal goes, and what the process before this one has written may be in the page cache
-            # only. r table in tables:
-            table.backend.flush()
+            # only.
+            for table in tables:
+                table.backend.flush()
         for spec in specs:
             for table in tables:
                 if table.name == spec.name:
