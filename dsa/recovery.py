@@ -14,7 +14,7 @@ How a state that was not closed is recovered depends on what its process could p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from dsa.init import from_json
 from dsa.journal import Journal
 from dsa.journal_format import Entry
 from dsa.manifolds import curvature_from_json
-from dsa.metadata import METADATA_NAME, Metadata
+from dsa.metadata import METADATA_NAME, Metadata, read_metadata, write_metadata
 from dsa.notices import notify
 from dsa.progress import Progress
 from dsa.schema import Rows, Schema
@@ -105,14 +105,16 @@ def continue_state(
         for table in tables:
             opened.callback(_close, table)
         if stored.status == "open":
+            _secure_journal(held, stored)
+            if stored.failed:
+                _make_anew(path, tables, storage)
             _recover(path, stored, tables)
-        if stored.failed:
-            _make_anew(path, tables, storage)
-        elif stored.status == "open" and "power" in (stored.durability, storage.durability):
-            # The journal goes, and what the process before this one has written may be in the page cache
-            # only.
-            for table in tables:
-                table.backend.flush()
+            if stored.failed or "power" in (stored.durability, storage.durability):
+                # The journal goes, and what the process before this one has written may be in the page cache
+                # only.
+                with _noting_failure(held, stored):
+                    for table in tables:
+                        table.backend.flush()
         for spec in specs:
             for table in tables:
                 if table.name == spec.name:
@@ -120,6 +122,36 @@ def continue_state(
         state = start(held, stored, tables, storage)
         opened.pop_all()
     return state
+
+
+def _secure_journal(held: HeldDirectory, stored: Metadata) -> None:
+    """Bring the entries of a durable journal onto the device before the tables are to hold them.
+
+    The last one may be in the page cache only. Were its rows on the device without it, another loss of power
+    would leave a torn step. A device that refuses, or has refused before, will never have it for certain:
+    the tables' files then stay as they are until others take their place.
+    """
+    if stored.journal and stored.durability == "power" and not stored.failed:
+        journal = Journal.open(held.path / stored.journal_name, stored.journal_identity, durable=False)
+        try:
+            with contextlib.suppress(OSError), _noting_failure(held, stored):
+                journal.sync()
+        finally:
+            journal.close(remove=False)
+
+
+@contextlib.contextmanager
+def _noting_failure(held: HeldDirectory, stored: Metadata) -> Iterator[None]:
+    """Remember that the device has refused a sync: the next one would return, and mean nothing."""
+    try:
+        yield
+    except OSError as error:
+        stored.failed = f"{error}"
+        # What recovery has brought up to date in memory is not on the device.
+        known = read_metadata(held.path)
+        if known is not None:
+            write_metadata(held.path, replace(known, failed=stored.failed), held.directory)
+        raise
 
 
 def _close(table: Table) -> None:
