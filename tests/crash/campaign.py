@@ -31,7 +31,7 @@ __all__ = [
     "refuse",
 ]
 
-CHANGES = frozenset({"curve", "reproject", "add"})
+CHANGES = frozenset({"curve", "curves", "reproject", "add"})
 
 
 def kill_steps(
@@ -130,7 +130,7 @@ def interrupt(
     space: Path,
     seed: int,
     trials: int,
-    phases: frozenset[str] = frozenset({"step", "flush", "curve"}),
+    phases: frozenset[str] = frozenset({"step", "flush", "curve", "curves"}),
     scenarios: Sequence[Scenario] = ENDURING,
 ) -> Figures:
     """Interrupt, as Ctrl-C does, in so many runs of each scenario (at every possible place for 0)."""

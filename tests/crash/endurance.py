@@ -1,14 +1,18 @@
 """Runs a scenario through errors and interrupts in this process, as a stubborn user would.
 
 A call that raises is followed by `flush` until that returns; the optimizer's counts then tell whether the
-call counts, and if not it is made again. A close that raises is made again until it returns.
+call counts, and if not it is made again. Where nothing helps any more, because the device has refused a sync
+or a change of whole tables was interrupted between disk and memory, the state is closed and opened again. A
+close that raises is made again until it returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from faults import watch
 from harness import Report
@@ -16,10 +20,11 @@ from references import Reference, WrongState, counts_of, locate, records_of
 from scenarios import Op
 
 from dsa import DiskSparseRiemannianAdam
+from dsa.errors import StateClosedError, StateFailedError
 
 __all__ = ["Endurance", "is_injected"]
 
-_PATIENCE = 20
+_PATIENCE = 40
 _MARK = "injected"
 
 
@@ -34,7 +39,7 @@ def is_injected(error: BaseException) -> bool:
 
 
 class Endurance:
-    """One run. `errors` counts what it met.
+    """One run. `errors` counts what it met, `reopened` how often only a new opening helped.
 
     Args:
         reference: What it must agree with.
@@ -49,6 +54,7 @@ class Endurance:
         self.reference, self.directory, self.report, self.pause = reference, directory, report, pause
         self.done = 0
         self.errors: list[BaseException] = []
+        self.reopened = 0
 
     def run(self) -> None:
         """Run to the end and compare it with an uninterrupted run's."""
@@ -59,7 +65,7 @@ class Endurance:
             assert found == self.done
             first = False
             for op in self.reference.scenario.ops[self.done : self.done + self.pause]:
-                self._apply(optimizer, op)
+                optimizer = self._apply(optimizer, op)
             self._close(optimizer)
         watch.phase = "end"
         optimizer = self._open()
@@ -69,25 +75,21 @@ class Endurance:
             raise WrongState("different end", f"{end[1]} after {self.errors}")
 
     def _open(self) -> DiskSparseRiemannianAdam:
-        watch.phase = "open"
-        optimizer = self._insist(lambda: self.reference.scenario.build(self.directory, resume=True))
-        watch.phase = ""
-        return optimizer
+        with self._phase("open"):
+            return self._insist(lambda: self.reference.scenario.build(self.directory, resume=True))
 
-    def _apply(self, optimizer: DiskSparseRiemannianAdam, op: Op) -> None:
+    def _apply(self, optimizer: DiskSparseRiemannianAdam, op: Op) -> DiskSparseRiemannianAdam:
         before, after = self.reference.states[self.done : self.done + 2]
         self.report(("begin", self.done))
         for _ in range(_PATIENCE):
-            watch.phase = op.kind
             try:
-                self.reference.scenario.apply(optimizer, op)
+                with self._phase(op.kind):
+                    self.reference.scenario.apply(optimizer, op)
                 break
             except BaseException as error:
                 self._note(error)
-            self._insist(optimizer.flush)
-            if op.kind == "curve":
-                self._insist(lambda: self._finish_change(optimizer, op.table))
-            self._insist(optimizer.flush)
+            with self._phase(op.kind):
+                optimizer = self._made_sound(optimizer)
             counts = counts_of(optimizer)
             assert counts in (before.counts, after.counts), f"{counts} after {self.errors[-1]!r} in {op}"
             if counts == after.counts != before.counts:
@@ -97,19 +99,44 @@ class Endurance:
         watch.phase = ""
         self.done += 1
         self.report(("done", self.done))
+        return optimizer
 
-    def _finish_change(self, optimizer: DiskSparseRiemannianAdam, table: str) -> None:
-        # Any use of the optimizer carries a change on; a write that failed has to be made up for before.
-        optimizer.flush()
-        optimizer.read_rows([0], table)
+    def _made_sound(self, optimizer: DiskSparseRiemannianAdam) -> DiskSparseRiemannianAdam:
+        """Return an optimizer that stands at a whole operation: the same, or one that was opened anew."""
+        for _ in range(_PATIENCE):
+            if not is_sound(optimizer):
+                optimizer = self._opened_again(optimizer)
+            try:
+                optimizer.flush()
+                return optimizer
+            except BaseException as error:
+                self._note(error)
+        raise AssertionError(f"it went on failing: {self.errors}")
+
+    def _opened_again(self, optimizer: DiskSparseRiemannianAdam) -> DiskSparseRiemannianAdam:
+        self._require_refusals(optimizer)
+        self._close(optimizer)
+        optimizer = self._open()
+        self.reopened += 1
+        locate(self.reference, optimizer, self.directory, self.done, self.done + 1)
+        return optimizer
+
+    def _require_refusals(self, optimizer: DiskSparseRiemannianAdam) -> None:
+        """Nothing that a device has refused to keep is handed out or built upon."""
+        for call in (lambda: optimizer.step({}), optimizer.flush, lambda: optimizer.read_rows([0], "right")):
+            try:
+                with self._phase("refusal"):
+                    call()
+            except (StateFailedError, StateClosedError):
+                continue
+            raise AssertionError(f"a state that has failed is used: {self.errors}")
 
     def _close(self, optimizer: DiskSparseRiemannianAdam) -> None:
-        watch.phase = "close"
         self.report(("close", self.done))
-        self._insist(optimizer.close)
-        watch.phase = ""
+        with self._phase("close"):
+            self._insist(optimizer.close)
 
-    def _insist(self, call: Callable[[], object]) -> object:
+    def _insist(self, call: Callable[[], Any]) -> Any:
         for _ in range(_PATIENCE):
             try:
                 return call()
@@ -124,3 +151,14 @@ class Endurance:
         self.errors.append(error.with_traceback(None))
         if watch.phase == "open" and isinstance(error, KeyboardInterrupt):
             gc.collect()
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        before, watch.phase = watch.phase, name
+        yield
+        watch.phase = before  # after an error the caller looks at what was under way
+
+
+def is_sound(optimizer: DiskSparseRiemannianAdam) -> bool:
+    """Tell whether a state is open and its device has refused nothing."""
+    return optimizer._state.is_open and not optimizer._state.metadata.failed

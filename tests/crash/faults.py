@@ -22,9 +22,11 @@ from unittest import mock
 import numpy as np
 
 import dsa.backends.memmap
+import dsa.creation
 import dsa.journal
 import dsa.metadata
 import dsa.recovery
+import dsa.replacement
 import dsa.update
 from dsa.backends.memmap import MemmapBackend
 from dsa.backends.zarr import ZarrBackend
@@ -49,6 +51,9 @@ POINTS = frozenset(
         "slot": ("begins", "half", "ends"),
         "description": ("begins", "half", "ends"),
         "replay": ("begins", "ends"),
+        "table made": ("begins", "ends"),
+        "life": ("begins", "ends"),
+        "takeover": ("begins", "ends"),
         "journal create": ("begins", "ends"),
         "journal open": ("begins", "ends"),
         "journal begin": ("begins", "ends"),
@@ -62,6 +67,7 @@ POINTS = frozenset(
         "close": ("begins", "ends"),
         "queue write": ("begins", "ends"),
         "reserve": ("begins", "ends"),
+        "extend": ("begins", "ends"),
         "sync": ("begins", "ends"),
         "rename": ("begins", "ends"),
         "unlink": ("begins", "ends"),
@@ -228,12 +234,12 @@ def _encode(memory, base, sequence, note, parts, *, _encode_entry=dsa.journal.en
     scratch = bytearray(base + layout.length)
     _encode_entry(scratch, base, sequence, note, parts)
     passing("entry begins")
-    header = layout.parts[0][0] if layout.parts else layout.note
-    _copy(scratch, memory, base, base + header)
+    note_at = base + layout.note
+    _copy(scratch, memory, base, note_at)
     passing("entry header")
-    end = base + layout.length
-    _copy(scratch, memory, base + layout.note, end - 64)
+    _copy(scratch, memory, note_at, note_at + len(note))
     passing("entry note")
+    end = base + layout.length
     _copy(scratch, memory, end - 64, end - 50)
     passing("entry half committed")
     _copy(scratch, memory, end - 50, end)
@@ -254,11 +260,11 @@ def _copy(source: bytearray, memory, start: int, stop: int) -> None:
     memory[start:stop] = bytes(source[start:stop])
 
 
-def _describe(path, data, *, _write_atomically=dsa.metadata.write_atomically):
+def _describe(path, data, held=None, *, _write_atomically=dsa.metadata.write_atomically):
     passing("description begins")
     path.with_name(f"{path.name}.tmp").write_bytes(data[: len(data) // 2])
     passing("description half")
-    _write_atomically(path, data)
+    _write_atomically(path, data, held)
     passing("description ends")
 
 
@@ -280,7 +286,11 @@ def points() -> Iterator[None]:
         ):
             stack.enter_context(patch(owner, attribute, replacement))
         for owner, attribute, name in (
-            (dsa.recovery, "apply_entry", "replay"),
+            (dsa.recovery, "_apply", "replay"),
+            *((module, "make_table_of", "table made") for module in (dsa.recovery, dsa.replacement)),
+            (dsa.creation, "make_table", "table made"),
+            *((module, "begin_life", "life") for module in (dsa.creation, dsa.replacement)),
+            (StateDirectory, "adopt", "takeover"),
             (Journal, "begin", "journal begin"),
             (Journal, "commit", "journal commit"),
             (Journal, "release", "journal release"),
@@ -292,6 +302,7 @@ def points() -> Iterator[None]:
             (StateDirectory, "close", "close"),
             (WriteBehind, "_write_oldest", "queue write"),
             (dsa.system, "reserve", "reserve"),
+            (dsa.system, "extend", "extend"),
             (os, "fsync", "sync"),
             (os, "fdatasync", "sync"),
             (os, "replace", "rename"),

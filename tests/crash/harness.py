@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from faults import end_trace
 
-__all__ = ["Child", "Figures", "Timer", "complain", "messages"]
+__all__ = ["Child", "Figures", "Timer", "complain", "messages", "stop_reporting"]
 
 DEADLINE = 120.0
 _GRACE = 5.0
@@ -96,7 +96,19 @@ class Child:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+_reporting = -1
+
+
+def stop_reporting() -> None:
+    """Let go of the pipe, in a fork of a child: whoever reads it waits until nobody holds its other end."""
+    if _reporting >= 0:
+        os.close(_reporting)
+
+
 def _run(body: Callable[[Report], None], output: int) -> None:
+    global _reporting
+    _reporting = output
+
     def report(message: Any) -> None:
         data = pickle.dumps(message)
         os.write(output, _SIZE.pack(len(data)) + data)
@@ -150,6 +162,8 @@ class Figures:
         reopened: States that opened and were some whole state.
         in_progress: Of these, the ones that held the call under way at the death.
         finished: Runs that went on to the end, which was bit for bit that of an uninterrupted run.
+        runs: Runs that were begun, where that is another number.
+        told: States that could not be whole, and said so.
         failures: By kind: ``torn``, ``lost``, ``refused`` (an exception) or ``different end``.
         details: Of the failures.
     """
@@ -159,6 +173,8 @@ class Figures:
     reopened: int = 0
     in_progress: int = 0
     finished: int = 0
+    runs: int = 0
+    told: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     details: list[str] = field(default_factory=list)
 
@@ -175,6 +191,8 @@ class Figures:
         self.reopened += other.reopened
         self.in_progress += other.in_progress
         self.finished += other.finished
+        self.runs += other.runs
+        self.told += other.told
         self.details += other.details
 
     def fail(self, kind: str, detail: str) -> None:

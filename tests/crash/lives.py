@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -159,12 +158,9 @@ class Life:
     def run(self, kills: int) -> None:
         """Run to the end, being killed at most so many times; what goes wrong ends it and is counted."""
         self.reference.copy(self.directory)
-        before = self.directory.with_name(f"{self.directory.name}.before")
         outcome = "killed"
         while outcome == "killed":
             plan = self.plans() if kills > 0 else Plan(None, 10)
-            shutil.rmtree(before, ignore_errors=True)
-            shutil.copytree(self.directory, before)
             outcome = self._trial(plan)
             kills -= 1
         if outcome == "closed":

@@ -13,7 +13,7 @@ from endurance import Endurance
 from faults import end_trace, trace_lines, watch
 from harness import Figures
 from lives import count_passages
-from power import Device, Image
+from power import Device, Image, after_outage
 from references import Reference, WrongState, locate
 
 __all__ = ["Loss", "Losses", "lose_power"]
@@ -145,7 +145,7 @@ def _reopen(
         if deeper and (again := _recover(reference, path, loss, rng)) is not None:
             shutil.rmtree(path)
             again.image.draw(rng, path)
-        with reference.scenario.build(path, resume=True) as optimizer:
+        with after_outage(), reference.scenario.build(path, resume=True) as optimizer:
             found = locate(reference, optimizer, path, loss.done, loss.started)
         figures.reopened += 1
         figures.in_progress += found > loss.done
@@ -158,16 +158,20 @@ def _reopen(
 
 def _recover(reference: Reference, path: Path, loss: Loss, rng: random.Random) -> Loss | None:
     """Open an image and lose power again while that is under way."""
-    original = path.with_name(f"{path.name}-original")
-    shutil.copytree(path, original)
 
     def opening() -> None:
-        reference.scenario.build(path, resume=True).close()
+        with after_outage():
+            reference.scenario.build(path, resume=True).close()
 
+    # What was drawn, once more: to count what an opening passes, and to lose power in one.
+    again = random.Random(rng.random())
+    same = again.getstate()
+    shutil.rmtree(path)
+    loss.image.draw(again, path)
     chosen = _choose(opening, rng, 2)
     shutil.rmtree(path)
-    shutil.copytree(original, path)
-    shutil.rmtree(original)
+    again.setstate(same)
+    loss.image.draw(again, path)
     device = Device(path)
     follower = Losses(device, chosen, done=loss.done, started=loss.started)
     _followed(device, follower, opening)

@@ -6,18 +6,23 @@ directory was synced; directories below the first one are names like others. `De
 directory and what lies in it; `Device.image` is what it holds at one moment, and `Image.draw` one way in
 which that may come out. A sync that fails (see `Device.fail_syncs`) leaves the pages it had to write *clean*:
 a later sync passes them over unless they were written again, as Linux has it.
+
+A description knows files by the numbers that the file system gives them, and after a loss of power the device
+has the same files under the same numbers. What is drawn has new ones: `after_outage` stands for the device,
+and for the operating system, which runs anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import mmap
 import os
 import random
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +30,26 @@ from unittest import mock
 
 import numpy as np
 
+import dsa.holding
 import dsa.journal
+import dsa.recovery
+import dsa.state
+import dsa.system
 from dsa.backends.mapped_array import MappedArray
 from dsa.backends.memmap import MemmapBackend
+from dsa.metadata import METADATA_NAME
 from dsa.system import PAGE
 
-__all__ = ["Device", "Image"]
+__all__ = ["Device", "Image", "after_outage"]
 
 SECTOR = 512
 
 Content = bytes
 Names = dict[str, int]
+
+_RUNS = itertools.count()
+_NUMBERS: dict[int, int] = {}
+"""Which file of a device a drawn one stands for."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,7 @@ class Image:
         while waiting:
             place, path = waiting.pop()
             path.mkdir()
+            _stands_for(path, place)
             old, new = self.old_names.get(place, {}), self.new_names.get(place, {})
             for name in sorted({*old, *new}):
                 key = (new if rng.random() < share else old).get(name)
@@ -75,6 +90,28 @@ class Image:
                 if key not in chosen:
                     chosen[key] = _mixed(self.synced.get(key, b""), self.current.get(key), rng, share, grain)
                 (path / name).write_bytes(chosen[key])
+                _stands_for(path / name, key)
+
+
+def _stands_for(path: Path, key: int) -> None:
+    _NUMBERS[path.stat().st_ino] = _NUMBERS.get(key, key)
+
+
+@contextlib.contextmanager
+def after_outage() -> Iterator[None]:
+    """Let drawn files have the numbers of those they stand for, in another run of the operating system."""
+
+    def numbers(directory: Path, names: Iterable[str]) -> dict[str, int]:
+        found = dsa.holding.file_numbers(directory, names)
+        return {name: _NUMBERS.get(number, number) for name, number in found.items()}
+
+    boot = f"run {next(_RUNS)} of the system"
+    with (
+        mock.patch.object(dsa.recovery, "file_numbers", numbers),
+        mock.patch.object(dsa.state, "file_numbers", numbers),
+        mock.patch.object(dsa.system, "boot_identity", lambda: boot),
+    ):
+        yield
 
 
 def _mixed(old: Content, new: Content | None, rng: random.Random, share: float, grain: int) -> Content:
@@ -99,6 +136,7 @@ class Device:
         self.fail_syncs: Callable[[], bool] = lambda: False
         # No sync ends while an image is taken: what follows from it would be in the image and it would not.
         self._still = threading.RLock()
+        self._refused = False
         self._held: dict[int, int] = {}
         self._synced: dict[int, Content] = {}
         self._passed_over: dict[int, set[int]] = {}
@@ -168,12 +206,18 @@ class Device:
             with self._still:
                 status = os.fstat(descriptor)
                 if not stat.S_ISDIR(status.st_mode):
-                    self._sync_data(descriptor, failing=self.fail_syncs())
+                    self._sync_data(descriptor, failing=self._fails(descriptor))
                 else:
                     self._names[status.st_ino] = self._list()[0].get(status.st_ino, {})
                 sync(descriptor)
 
         return wrapper
+
+    def _fails(self, descriptor: int) -> bool:
+        # What says that the device has refused gets through: nobody could know otherwise.
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        self._refused = self.fail_syncs() and not (self._refused and name.endswith(f"{METADATA_NAME}.tmp"))
+        return self._refused
 
     def _sync_data(self, descriptor: int, failing: bool) -> None:
         key = self._hold(descriptor)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
 from pathlib import Path
 
 from faults import Stop, die, watch
@@ -33,15 +35,17 @@ class Replacement:
         self, reference: Reference, directory: Path, replacing: bool, left_open: bool = False
     ) -> None:
         self.scenario, self.directory, self.replacing = reference.scenario, directory, replacing
+        self.reference, self.left_open = reference, left_open
         self.path, self._old = directory / "state", directory / "old"
         self.old_states: list[Snapshot] = []
         if replacing:
-            self.old_states = self._train(reference.copy(self.path), resume=True, salt=0, copy_open=left_open)
+            self.old_states = self._train(reference.copy(self.path), resume=True, salt=0)
+            shutil.copytree(self.path, self._old)
         shutil.rmtree(self.path, ignore_errors=True)
         self.new_states = self._train(self.path, resume=None, salt=_SALT)
         self.profiled = Profile(*(count_passages(self._once, lines) for lines in (False, True)))
 
-    def _train(self, path: Path, resume: bool | None, salt: int, copy_open: bool = False) -> list[Snapshot]:
+    def _train(self, path: Path, resume: bool | None, salt: int) -> list[Snapshot]:
         states = []
         with self.scenario.build(path, resume=resume, salt=salt) as optimizer:
             for number in range(_STEPS + 1):
@@ -49,16 +53,28 @@ class Replacement:
                 states.append(Snapshot(records_of(path), counts_of(optimizer)))
                 if number < _STEPS:
                     optimizer.step(self.scenario.batch(number))
-            if copy_open:
-                shutil.copytree(path, self._old)
-        if not copy_open and resume:
-            shutil.copytree(path, self._old)
         return states
 
     def _restore(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        if self.replacing:
+        if self.replacing and self.left_open:
+            self._leave_open()
+        elif self.replacing:
             shutil.copytree(self._old, self.path)
+
+    def _leave_open(self) -> None:
+        """Let a process die after the steps of the old state; a copy of what it leaves is none of it."""
+        self.reference.copy(self.path)
+
+        def body(report: Report) -> None:
+            optimizer = self.scenario.build(self.path, resume=True)
+            for number in range(_STEPS):
+                optimizer.step(self.scenario.batch(number))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        child = Child(body)
+        told = list(messages(child))
+        assert (told, child.wait()) == ([], -signal.SIGKILL), told
 
     def _once(self) -> None:
         self._restore()
@@ -115,10 +131,11 @@ class Replacement:
         except (StateIncompleteError, StateNotFoundError) as error:
             if reached > 0 or (self.replacing and isinstance(error, StateNotFoundError)):
                 raise
-            again = False if isinstance(error, StateIncompleteError) else None
-            if again is False and "pass resume=False to start over" not in str(error):
+            if self.replacing:
+                raise AssertionError("the old state is gone before the new one is there") from error
+            if isinstance(error, StateIncompleteError) and "leave resume out to make it" not in str(error):
                 raise AssertionError("the error does not say how to go on") from error
-            optimizer = self.scenario.build(self.path, resume=again, salt=_SALT)
+            optimizer = self.scenario.build(self.path, resume=None, salt=_SALT)
             allowed = self.new_states[:1]
         with optimizer:
             found = Snapshot(records_of(self.path), counts_of(optimizer))

@@ -27,8 +27,8 @@ _QUEUE = 4
 
 
 class Op(NamedTuple):
-    """One call: ``step`` with the batch of a number, ``curve`` to a curvature, ``reproject``, ``flush``, or
-    ``add`` for one more table.
+    """One call: ``step`` with the batch of a number, ``curve`` to a curvature, ``curves`` of two tables at
+    once, ``reproject``, ``flush``, or ``add`` for one more table.
     """
 
     kind: str
@@ -113,6 +113,8 @@ class Scenario:
                 optimizer.step(self.batch(op.number, tuple(optimizer._state.tables)))
             elif op.kind == "curve":
                 optimizer.set_curvature(op.k, op.reset, name=op.table, map=op.map)
+            elif op.kind == "curves":
+                optimizer.set_curvature({"left": op.k, "right": 2.0 * op.k}, op.reset, map=op.map)
             elif op.kind == "reproject":
                 optimizer.reproject_all()
             elif op.kind == "add":
@@ -158,6 +160,8 @@ _CHANGES = (
     *steps(5, 2),
     Op("curve", table="right", k=0.25, reset=True),
     *steps(7, 2),
+    Op("curves", k=0.75, map="log0"),
+    *steps(9, 1),
 )
 _REPAIRS = (Op("reproject"), *steps(0, 3))
 
@@ -173,7 +177,14 @@ CHANGING = (
     Scenario("adding, power", "power", MIXED, seed=17, journal=1 << 15, ops=_ADDING),
 )
 
-_SHORT = (*steps(0, 3), Op("flush"), Op("curve", table="right", k=2.0), *steps(3, 2))
+_SHORT = (
+    *steps(0, 3),
+    Op("flush"),
+    Op("curve", table="right", k=2.0),
+    *steps(3, 1),
+    Op("curves", k=0.5),
+    *steps(4, 1),
+)
 
 ENDURING = (
     Scenario("short", curvatures=MIXED, eager=True, seed=21, journal=2048, ops=_SHORT),

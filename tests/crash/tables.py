@@ -34,7 +34,7 @@ def stored_tables(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def records_in(directory: Path, stored: dict[str, Any]) -> bytes:
-    """Return the bytes of a table's records, in order."""
+    """Return the bytes of a table's records, in order, each with its checksum where it has one."""
     backend = stored["backend"]
     path = directory / table_file_name(stored["name"], stored.get("generation", 0), backend["kind"])
     if backend["kind"] == "memmap":
@@ -51,7 +51,15 @@ def records_in(directory: Path, stored: dict[str, Any]) -> bytes:
         ]
         values = np.frombuffer(b"".join(parts)[: field.nbytes], field.dtype)
         records[name] = values.reshape(field.shape)
-    return records.tobytes()
+    if "c" not in backend["cuts"]:
+        return records.tobytes()
+    chunk, shard = (4 * rows for rows in backend["cuts"]["c"])
+    parts = [
+        _shard(path / "c" / "c" / str(number), chunk, shard, backend)
+        for number in range(-(-4 * len(records) // shard))
+    ]
+    sums = np.frombuffer(b"".join(parts)[: 4 * len(records)], np.uint8).reshape(len(records), 4)
+    return np.concatenate([records.view(np.uint8).reshape(len(records), -1), sums], axis=1).tobytes()
 
 
 def _shard(file: Path, chunk: int, shard: int, backend: dict[str, Any]) -> bytes:

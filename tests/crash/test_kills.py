@@ -33,7 +33,9 @@ def test_kills_inside_steps(space, scenario):
 
 @by_name(CHANGING)
 def test_kills_inside_changes_of_whole_tables(space, scenario):
-    """set_curvature is applied once, never twice, and reproject_all leaves rows of before and after."""
+    """set_curvature is applied once, never twice, to all tables or none; reproject_all leaves rows of before
+    and after.
+    """
     figures = kill_changes(space, seed=1, kills=6, scenarios=[scenario])
     complain(figures)
     assert figures.total == 6
@@ -51,7 +53,7 @@ def test_kills_inside_replacement_and_creation(space):
 def test_every_named_point_is_passed(space):
     """A point that nothing passes would be a kill that never happens."""
     passed = set()
-    for scenario in (STEPPING[5], STEPPING[6]):
+    for scenario in (STEPPING[5], STEPPING[6], CHANGING[1]):
         with prepared(space / "points", scenario) as (reference, directory):
             passed |= set(profile(reference, directory / "profile", frozenset()).points)
     assert passed == POINTS

@@ -8,7 +8,7 @@ import pytest
 from campaign import prepared
 from harness import complain
 from losses import lose_power
-from power import SECTOR, Device, Image
+from power import SECTOR, Device, Image, after_outage
 from references import counts_of, locate, records_of
 from scenarios import CHANGING, STEPPING, steps
 
@@ -71,7 +71,7 @@ def test_losses_while_a_state_is_made(space):
         seen = set()
         for image, _ in images_of(scenario, path, run, 4, rng):
             try:
-                with scenario.build(image, resume=True) as optimizer:
+                with after_outage(), scenario.build(image, resume=True) as optimizer:
                     assert optimizer.global_step == 0
                     seen.add("whole")
             except StateNotFoundError:
@@ -79,7 +79,7 @@ def test_losses_while_a_state_is_made(space):
                 scenario.build(image, resume=None).close()
             except StateIncompleteError:
                 seen.add("incomplete")
-                scenario.build(image, resume=False).close()
+                scenario.build(image, resume=None).close()
             assert records_of(image) == records_of(path)
         assert seen == {"whole", "nothing", "incomplete"}
 
@@ -100,7 +100,7 @@ def test_flush_is_durable_whatever_the_durability(space, durability):
                         take(number + 1)
 
         for image, (done,) in images_of(scenario, path, run, 6, rng):
-            with scenario.build(image, resume=True) as optimizer:
+            with after_outage(), scenario.build(image, resume=True) as optimizer:
                 assert locate(reference, optimizer, image, done, done) == done
 
 
@@ -111,28 +111,16 @@ def test_a_killed_state_that_is_opened_again_with_power(space, before):
     second = replace(first, durability="power")
     rng = random.Random(6)
     with prepared(space / "change", first) as (reference, directory):
-        running = reference.copy(directory / "running")
-        device = Device(running)
-        path = directory / "killed"
-        with first.build(running, resume=True) as optimizer:
+        path = reference.copy(directory / "killed")
+        device = Device(path)
+        images = []
+        with device.following():
+            optimizer = first.build(path, resume=True)
             for number in range(4):
                 optimizer.step(first.batch(number))
             if before == "none":
-                optimizer._state._save("open")
-            left = {entry.name: entry.read_bytes() for entry in running.iterdir()}
-        # The same files, of which the device has what was synced before; nothing of the four steps was.
-        path.mkdir()
-        for name, data in {
-            **left,
-            **{p.name: p.read_bytes() for p in (reference.template).iterdir()},
-        }.items():
-            (path / name).write_bytes(data)
-        device = Device(path)
-        for name, data in left.items():
-            with open(path / name, "r+b") as file:
-                file.truncate(len(data))
-                file.write(data)
-        images = []
+                optimizer._state.save()
+            optimizer._state.abandon()
         with device.following(), second.build(path, resume=True) as optimizer:
             assert locate(reference, optimizer, path, 4, 4) == 4
             images.append((device.image(), 4))
@@ -143,7 +131,7 @@ def test_a_killed_state_that_is_opened_again_with_power(space, before):
             for draw in range(8):
                 drawn = directory / f"image-{number}-{draw}"
                 image.draw(rng, drawn)
-                with second.build(drawn, resume=True) as optimizer:
+                with after_outage(), second.build(drawn, resume=True) as optimizer:
                     assert locate(reference, optimizer, drawn, done, done) == done
 
 
