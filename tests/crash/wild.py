@@ -13,7 +13,7 @@ import shutil
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,23 +25,12 @@ from faults import Stop, die, points, watch
 from harness import Child, Figures, Report, Timer, messages
 from lives import Plan
 from references import WrongState, tuned
+from standings import Standing, stand, stand_exported, stand_to_export
 
-from dsa.checkpoint import open_content
 from dsa.errors import StateExistsError, StateIncompleteError, StateNotFoundError, StateWarning
 from dsa.state import StateDirectory
-from dsa.table import read_records
 
 __all__ = ["kill_configurations"]
-
-_HASHED = np.random.default_rng(1).integers(0, 2**63, 256, dtype=np.uint64) | np.uint64(1)
-
-
-class Standing(NamedTuple):
-    """What a state holds: its step, and of each table the steps, the curvature and a hash of each row."""
-
-    step: int
-    tables: dict[str, tuple[int, float, bytes]]
-
 
 class Moment(NamedTuple):
     """What an uninterrupted run stands at after a transaction, on disk and in memory."""
@@ -62,46 +51,6 @@ class Truth:
 
     moments: list[Moment] = field(default_factory=list)
     bounds: list[int] = field(default_factory=list)
-
-
-def stand(state: StateDirectory) -> Standing:
-    """Return what an open state holds on disk."""
-    tables = {}
-    for table in state.tables.values():
-        records = table.backend.read(np.arange(len(table)))
-        hashes = _hashes([records[name] for name in table.backend.schema.names])
-        tables[table.name] = table.steps, table.k, hashes.tobytes()
-    return Standing(state.global_step, tables)
-
-
-def stand_to_export(state: StateDirectory) -> Standing:
-    """Return what a checkpoint of an open state is to hold: weights in memory too, and stamps are no part."""
-    tables = {}
-    for table in state.tables.values():
-        rows = np.arange(len(table))
-        records = read_records(table, rows)
-        weights = records["w"] if table.held is None else table.held.take(rows)
-        hashes = _hashes([weights, *(records[name] for name in "mvt")])
-        tables[table.name] = table.steps, table.k, hashes.tobytes()
-    return Standing(state.global_step, tables)
-
-
-def stand_exported(path: Path) -> Standing:
-    """Return what a checkpoint holds."""
-    content = open_content(path).content
-    tables = {}
-    for table in content.tables:
-        hashes = [_hashes([records[name] for name in "wmvt"]) for _, records in table.blocks()]
-        tables[table.name] = table.steps, table.k, np.concatenate(hashes).tobytes()
-    return Standing(content.global_step, tables)
-
-
-def _hashes(fields: Sequence[np.ndarray]) -> np.ndarray:
-    columns = [np.ascontiguousarray(each).reshape(len(each), -1).view(np.uint32) for each in fields]
-    words = np.concatenate(columns, axis=1).astype(np.uint64)
-    with np.errstate(over="ignore"):
-        mixed = (words + np.uint64(0x9E3779B9)) * _HASHED[: words.shape[1]]
-        return (mixed ^ (mixed >> np.uint64(29))).sum(axis=1, dtype=np.uint64)
 
 
 def uninterrupted(configuration: Configuration, directory: Path) -> Truth:
