@@ -1,6 +1,9 @@
-"""The full counts: ``python -m tests.crash --kills 1000 --seed 1``, from the root of the repository.
+"""The full counts: ``python -m tests.crash --kills 5000 --seed 1``, from the root of the repository.
 
-``--backend`` puts the tables into another backend than memmap: ``zarr``, or ``zstd`` for compressed shards.
+``configurations`` are drawn runs that are killed; ``steps``, ``changes`` and ``replacements`` kill fixed ones
+at chosen places; ``power`` loses power where that is promised to be survived, ``outages`` where it is not;
+``places`` interrupts between two instructions, ``interrupts`` by real signals. ``--backend`` puts the tables
+of all but the drawn runs into another backend than memmap: ``zarr``, or ``zstd`` for compressed shards.
 Prints one line for each kind of fault and ends with status 1 if any state was torn, lost or refused.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,13 +32,28 @@ from campaign import (
     refuse,
 )
 from harness import Figures
+from interrupts import interrupt_for_real
+from outages import lose_power_unpromised
 from references import workspace
 from scenarios import CHANGING, ENDURING, STEPPING, Scenario, over
 from tables import BACKENDS
+from wild import kill_configurations
 
 # What syncs many files at once would hardly ever get through otherwise.
 _FAILING = {"memmap": 0.05, "zarr": 0.03, "zstd": 0.01}
-_KINDS = ("steps", "changes", "replacements", "power", "failing-syncs", "errors", "interrupts", "lines")
+_KINDS = (
+    "configurations",
+    "steps",
+    "changes",
+    "replacements",
+    "power",
+    "failing-syncs",
+    "outages",
+    "errors",
+    "places",
+    "interrupts",
+    "lines",
+)
 
 
 def main() -> int:
@@ -55,7 +74,8 @@ def _run(kind: str, space: Path, options: argparse.Namespace) -> Figures:
     seed, backend = options.seed, options.backend
     stepping, changing, enduring = (over(backend, each) for each in (STEPPING, CHANGING, ENDURING))
     runs: dict[str, Callable[[], Figures]] = {
-        "steps": lambda: kill_steps(space, seed, options.kills, scenarios=stepping),
+        "configurations": lambda: kill_configurations(space, seed, options.kills),
+        "steps": lambda: kill_steps(space, seed, options.steps, scenarios=stepping),
         "changes": lambda: kill_changes(space, seed, options.changes, scenarios=changing),
         "replacements": lambda: kill_replacements(space, seed, options.changes, backend),
         "power": lambda: lose_power_everywhere(space, seed, options.losses, options.draws, 0.0, backend),
@@ -63,10 +83,17 @@ def _run(kind: str, space: Path, options: argparse.Namespace) -> Figures:
             space, seed, options.losses, options.draws, _FAILING[backend], backend
         ),
         "errors": lambda: refuse(space, seed, options.errors, scenarios=enduring),
-        "interrupts": lambda: interrupt(space, seed, options.interrupts, scenarios=enduring),
+        "outages": lambda: lose_power_unpromised(space, seed, options.images, backend),
+        "places": lambda: interrupt(space, seed, options.places, scenarios=enduring),
+        "interrupts": lambda: _interrupt(space, options),
         "lines": lambda: _every_line(space, stepping, changing),
     }
     return runs[kind]()
+
+
+def _interrupt(space: Path, options: argparse.Namespace) -> Figures:
+    with tempfile.TemporaryDirectory(prefix="dsa-crash-", dir=options.disk) as disk:
+        return interrupt_for_real(space, Path(disk), options.seed, options.interrupts, options.threads)
 
 
 def _every_line(space: Path, stepping: Sequence[Scenario], changing: Sequence[Scenario]) -> Figures:
@@ -80,11 +107,14 @@ def _every_line(space: Path, stepping: Sequence[Scenario], changing: Sequence[Sc
 
 def _show(kind: str, figures: Figures, seconds: float, verbose: bool) -> int:
     bad = sum(figures.failures.values())
+    named = {name: figures.failures[name] for name in ("torn", "lost", "refused", "silent")}
+    runs = f"{figures.runs} runs, " if figures.runs else ""
     print(
-        f"{kind:13} {figures.total:6} faults, {figures.reopened} reopened "
-        f"({figures.in_progress} with the call in progress), {figures.finished} runs to the end alike, "
-        f"torn {figures.failures['torn']}, lost {figures.failures['lost']}, "
-        f"otherwise wrong {bad - figures.failures['torn'] - figures.failures['lost']}  [{seconds:.0f} s]",
+        f"{kind:14} {runs}{figures.total} faults, {figures.reopened} reopened "
+        f"({figures.in_progress} with the call in progress), {figures.told} told of what is not whole, "
+        f"{figures.finished} to the end alike, "
+        + "".join(f"{name} {number}, " for name, number in named.items())
+        + f"otherwise wrong {bad - sum(named.values())}  [{seconds:.0f} s]",
         flush=True,
     )
     if verbose:
@@ -97,7 +127,8 @@ def _show(kind: str, figures: Figures, seconds: float, verbose: bool) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000, help="inside ordinary runs")
+    parser.add_argument("--kills", type=int, default=1000, help="of configurations that are drawn")
+    parser.add_argument("--steps", type=int, default=1000, help="kills inside fixed runs")
     parser.add_argument(
         "--changes",
         type=int,
@@ -112,8 +143,15 @@ def _parser() -> argparse.ArgumentParser:
         "--errors", type=int, default=0, help="runs with failing file operations; 0: every operation"
     )
     parser.add_argument(
-        "--interrupts", type=int, default=300, help="runs with Ctrl-C, in each scenario; 0: every place"
+        "--places",
+        type=int,
+        default=300,
+        help="runs with Ctrl-C, in each scenario; 0: every place",
     )
+    parser.add_argument("--interrupts", type=int, default=100, help="steps that a real SIGINT interrupts")
+    parser.add_argument("--threads", type=int, default=4, help="of each of these steps")
+    parser.add_argument("--disk", help="where their tables lie: a directory on a disk")
+    parser.add_argument("--images", type=int, default=300, help="of each kind of outage")
     parser.add_argument(
         "--lines", action="store_true", help="also kill at every line of the package that is run"
     )

@@ -75,11 +75,12 @@ class Configuration:
         calls = " ".join(f"{call.kind}:{call.number}" for call in self.calls)
         return f"configuration {self.seed}: {kind}, {how}, {self.threads} threads, {self.shapes}, {calls}"
 
-    def build(self, directory: Path, *, resume: bool | None) -> Opened:
-        """Open it. Warnings are not the subject."""
+    def build(self, directory: Path, *, resume: bool | None, heard: bool = False) -> Opened:
+        """Open it; warnings are ignored, or left to the caller."""
         torch.set_num_threads(self.threads)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with contextlib.nullcontext() if heard else warnings.catch_warnings():
+            if not heard:
+                warnings.simplefilter("ignore")
             return (_Modules if self.modules else _Tables)(self, directory, resume)
 
     def ids(self, call: Call, shape: Shape) -> np.ndarray:

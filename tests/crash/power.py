@@ -109,7 +109,7 @@ def after_outage() -> Iterator[None]:
     with (
         mock.patch.object(dsa.recovery, "file_numbers", numbers),
         mock.patch.object(dsa.state, "file_numbers", numbers),
-        mock.patch.object(dsa.system, "boot_identity", lambda: boot),
+        mock.patch.object(dsa.system, "boot_identity", return_value=boot),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""What a state or a checkpoint holds, row by row, whatever its backend: two of them are equal or they differ."""
+"""What a state or a checkpoint holds, row by row, whatever its backend."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ from standings import Standing, stand, stand_exported, stand_to_export
 from dsa.errors import StateExistsError, StateIncompleteError, StateNotFoundError, StateWarning
 from dsa.state import StateDirectory
 
-__all__ = ["kill_configurations"]
+__all__ = ["Wild", "kill_configurations", "prepared_wild"]
+
 
 class Moment(NamedTuple):
     """What an uninterrupted run stands at after a transaction, on disk and in memory."""
@@ -128,6 +129,11 @@ class Wild:
             lives -= 1
             self._start_over()
             self._live(lambda: _draw(rng, counts) if self.figures.total < target else Plan(None, 0))
+
+    def run_stopped(self, place: str, passage: int) -> None:
+        """Run to the end once, killed at one place."""
+        plans = iter([Plan(Stop(place, passage), 0)])
+        self._live(lambda: next(plans, Plan(None, 0)))
 
     def _failed(self) -> bool:
         return sum(self.figures.failures.values()) > self._before
@@ -273,9 +279,7 @@ class Wild:
         def body(report: Report) -> None:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                build = replace(self.configuration).build
-                with mock.patch.object(warnings, "simplefilter", lambda *arguments: None):
-                    opened = build(self.path, resume=True)
+                opened = self.configuration.build(self.path, resume=True, heard=True)
             told = [each for each in caught if issubclass(each.category, StateWarning)]
             report(("told", any("has no journal" in str(each.message) for each in told)))
             opened.close()
@@ -318,7 +322,8 @@ def _draw(rng: random.Random, counts: Counter[str]) -> Plan:
 
 
 @contextlib.contextmanager
-def _prepared(space: Path, configuration: Configuration) -> Iterator[Path]:
+def prepared_wild(space: Path, configuration: Configuration) -> Iterator[Path]:
+    """Put the points in place, and yield a directory to work in."""
     directory = space / f"wild-{configuration.seed}"
     directory.mkdir()
     try:
@@ -336,7 +341,7 @@ def kill_configurations(space: Path, seed: int, kills: int, per_run: int = 12) -
     while figures.total < kills:
         configuration = draw_configuration(seed * 100_000 + number)
         number += 1
-        with _prepared(space, configuration) as directory:
+        with prepared_wild(space, configuration) as directory:
             rng = random.Random(f"wild {configuration.seed}")
             figures.runs += 1
             Wild(configuration, directory, figures).run(rng, min(per_run, kills - figures.total))
