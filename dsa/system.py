@@ -332,9 +332,8 @@ def write_atomically(path: Path, data: bytes, held: int | None = None) -> None:
     directory = held if held is not None and os.rename in os.supports_dir_fd else None
     target: str | Path = path if directory is None else path.name
     temporary = f"{target}.tmp"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
     try:
-        with open(os.open(temporary, flags, 0o644, dir_fd=directory), "wb") as file:
+        with open(temporary, "wb", opener=partial(os.open, mode=0o644, dir_fd=directory)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
