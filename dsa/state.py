@@ -370,12 +370,16 @@ class StateDirectory:
             return
         for observer in tuple(self.observers):
             observer.before_close()
-        for table in self._order:
-            if table.writer is not None:
-                table.writer.abandon()
-        if self._journal is not None:
-            self._journal.close(remove=False)
-        self.held.release()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.held.release)
+            if self._journal is not None:
+                stack.callback(self._journal.close, remove=False)
+            for table in self._order:
+                if table.writer is not None:
+                    table.writer.abandon()
+                else:
+                    with contextlib.suppress(OSError):
+                        table.backend.close()
 
     def renew_lock_in_child(self) -> None:
         """Replace the lock in a forked child: a thread that does not exist there may have held it."""
@@ -447,6 +451,9 @@ class StateDirectory:
             raise
         except OSError as error:
             self._metadata.failed = f"{error}"
+            if self._journal is None:  # which would know the counts
+                self._metadata.global_step = self.global_step
+                self._metadata.tables = [describe_table(table) for table in self._order]
             with contextlib.suppress(OSError, StateMovedError):
                 self.held.check()
                 write_metadata(self.path, self._metadata, self.held.directory)
