@@ -108,7 +108,11 @@ def refuse(space: Path, seed: int, trials: int, scenarios: Sequence[Scenario] = 
                 for width in (1, 3)
                 for code in (errno.EIO, errno.ENOSPC)
             ]
-            for first, width, code in rng.sample(every, trials) if trials else every:
+            wanted = figures.total + trials
+            for first, width, code in rng.sample(every, len(every)) if trials else every:
+                # A run with a queue may come to its end before the operation of a number.
+                if trials and figures.total >= wanted:
+                    break
                 layer = FileLayer(frozenset(range(first, first + width)), code)
                 _endure(reference, directory, layer, figures)
     return figures

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 from harness import Figures
-from power import Device, Image, after_outage
+from power import Device, Image, after_outage, die_in_place
 from tables import BACKENDS
 
 import dsa.metadata
@@ -88,7 +88,7 @@ def _never_flushed(scene: Scene, take: Take) -> None:
     for number in range(10):
         scene.step(optimizer, number)
         take()
-    optimizer._state.abandon()
+    die_in_place(optimizer._state)
 
 
 def _flushed(scene: Scene, take: Take) -> None:
@@ -101,7 +101,7 @@ def _flushed(scene: Scene, take: Take) -> None:
             optimizer.flush()
         if number > 4:
             take()
-    optimizer._state.abandon()
+    die_in_place(optimizer._state)
 
 
 def _killed_and_recovered(scene: Scene, take: Take) -> None:
@@ -111,13 +111,13 @@ def _killed_and_recovered(scene: Scene, take: Take) -> None:
     optimizer.flush()
     for number in range(10):
         scene.step(optimizer, number)
-    optimizer._state.abandon()
+    die_in_place(optimizer._state)
     with _at_each_description(take):
         optimizer = scene.open(True)
     take()
     scene.step(optimizer, 10)
     take()
-    optimizer._state.abandon()
+    die_in_place(optimizer._state)
 
 
 def _imported(scene: Scene, take: Take) -> None:
@@ -136,7 +136,7 @@ def _imported(scene: Scene, take: Take) -> None:
     take()
     scene.step(optimizer, 21)
     take()
-    optimizer._state.abandon()
+    die_in_place(optimizer._state)
     shutil.rmtree(checkpoint)
 
 
@@ -151,7 +151,7 @@ def _curved(scene: Scene, take: Take) -> None:
     take()
     scene.step(optimizer, 4)
     take()
-    optimizer._state.abandon()
+    die_in_place(optimizer._state)
 
 
 def _closed(scene: Scene, take: Take) -> None:
@@ -164,7 +164,7 @@ def _closed(scene: Scene, take: Take) -> None:
         take()
         optimizer = scene.open(True)
     take()
-    optimizer._state.abandon()
+    die_in_place(optimizer._state)
 
 
 CASES: dict[str, Callable[[Scene, Take], None]] = {
@@ -254,7 +254,7 @@ def _judge(scene: Scene, moment: Moment, path: Path, rng: random.Random) -> str:
             return f"refused: {type(error).__name__} {str(error)[-60:]}"
         told = any(issubclass(each.category, StateWarning) for each in caught)
         verdict = _verdict(scene, moment, optimizer, told)
-        optimizer._state.abandon()
+        die_in_place(optimizer._state)
     shutil.rmtree(path)
     return verdict
 

@@ -30,6 +30,8 @@ from unittest import mock
 
 import numpy as np
 
+import dsa.backends.zarr
+import dsa.backends.zarr_compressed
 import dsa.holding
 import dsa.journal
 import dsa.recovery
@@ -38,9 +40,10 @@ import dsa.system
 from dsa.backends.mapped_array import MappedArray
 from dsa.backends.memmap import MemmapBackend
 from dsa.metadata import METADATA_NAME
+from dsa.state import StateDirectory
 from dsa.system import PAGE
 
-__all__ = ["Device", "Image", "after_outage"]
+__all__ = ["Device", "Image", "after_outage", "die_in_place"]
 
 SECTOR = 512
 
@@ -91,6 +94,17 @@ class Image:
                     chosen[key] = _mixed(self.synced.get(key, b""), self.current.get(key), rng, share, grain)
                 (path / name).write_bytes(chosen[key])
                 _stands_for(path / name, key)
+
+
+def die_in_place(state: StateDirectory) -> None:
+    """Leave a state as the death of its process does: what is not synced stays so."""
+    names = ("sync_file", "sync_mapping", "sync_mapped", "sync_directory")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dsa.system, name))
+        stack.enter_context(mock.patch.object(dsa.backends.zarr, "sync_tree"))
+        stack.enter_context(mock.patch.object(dsa.backends.zarr_compressed, "sync_tree"))
+        state.abandon()
 
 
 def _stands_for(path: Path, key: int) -> None:

@@ -5,22 +5,25 @@ import errno
 import itertools
 import os
 import shutil
+import stat
 import subprocess
 import sys
+from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 from campaign import interrupt, prepared, refuse
 from endurance import is_injected
 from harness import complain
-from references import records_of
+from references import counts_of, records_of
 from refusals import FileLayer
 from scenarios import ENDURING, STEPPING
 
 import dsa.backends.memmap
 import dsa.journal
 from dsa import DiskSparseRiemannianAdam, init
-from dsa.errors import DiskSpaceError, StateClosedError
+from dsa.errors import DiskSpaceError, StateClosedError, StateFailedError
 from dsa.metadata import METADATA_NAME
 
 # An interrupt between `open` and the `with` that closes the file leaves that to the collector.
@@ -92,23 +95,78 @@ def test_a_creation_that_fails_anywhere(tmp_path, code, resume):
             build(False).close()
 
 
-def test_a_step_that_fails_for_good_says_so_until_it_can_be_completed(space):
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("durability", ["process", "power", "none"])
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_sync_that_fails_is_the_last_word(space, durability, queued, persistent):
+    """Everything says so, closing lets go, and the next opening has the last whole step."""
+    scenario = replace(STEPPING[0], durability=durability, async_writes=queued)
+    with prepared(space / "failing", scenario) as (reference, directory):
+        optimizer = scenario.build(reference.copy(directory / "run"), resume=True)
+        for number in range(3):
+            optimizer.step(scenario.batch(number))
+        with failing_syncs(1_000 if persistent else 1):
+            with pytest.raises(OSError, match="injected: sync"):
+                optimizer.flush()
+            for call in (
+                lambda: optimizer.step(scenario.batch(3)),
+                lambda: optimizer.read_rows([0], "left"),
+                lambda: optimizer.set_curvature(1.0, name="left"),
+                lambda: optimizer.export_checkpoint(directory / "checkpoint"),
+                optimizer.flush,
+                optimizer.close,
+            ):
+                with pytest.raises(StateFailedError, match=r"refused to keep.*injected: sync.*resume=True"):
+                    call()
+            optimizer.close()
+        with scenario.build(directory / "run", resume=True) as again:
+            # Without a journal the counts are in the description alone, which a device may refuse as well.
+            known = 0 if persistent and durability == "none" else 3
+            assert counts_of(again) == reference.states[known].counts
+            assert records_of(directory / "run") == reference.states[3].records
+            if known == 0:
+                return
+            again.step(scenario.batch(3))
+        assert records_of(directory / "run") == reference.states[4].records
+
+
+def test_a_step_whose_entry_the_device_refuses(space):
+    """It counts or it does not; nobody can go on before that is settled by the next opening."""
     scenario = STEPPING[4]
     with prepared(space / "failing", scenario) as (reference, directory):
         optimizer = scenario.build(reference.copy(directory / "run"), resume=True)
-        layer = FileLayer(frozenset(range(1_000)))
-        with layer.installed():
-            for _ in range(3):
-                with pytest.raises(OSError, match="injected: fdatasync"):
-                    optimizer.step(scenario.batch(0))
-            with pytest.raises(OSError, match="injected: fdatasync"):
-                optimizer.flush()
-            with pytest.raises(OSError, match="injected: fdatasync"):
-                optimizer.read_rows([0], "left")
-        optimizer.flush()
-        assert optimizer.global_step == 1
-        assert records_of(directory / "run") == reference.states[1].records
-        optimizer.close()
+        with failing_syncs(1), pytest.raises(OSError, match="injected: sync"):
+            optimizer.step(scenario.batch(0))
+        for _ in range(2):
+            with pytest.raises(StateFailedError, match="injected: sync"):
+                optimizer.step(scenario.batch(0))
+        with pytest.raises(StateFailedError, match="injected: sync"):
+            optimizer.close()
+        with scenario.build(directory / "run", resume=True) as again:
+            assert counts_of(again) in [state.counts for state in reference.states[:2]]
+            assert records_of(directory / "run") == reference.states[again.global_step].records
+
+
+@contextlib.contextmanager
+def failing_syncs(count):
+    """Let so many syncs of files fail."""
+    left = count
+
+    def fail(sync):
+        def wrapper(descriptor):
+            nonlocal left
+            if left and not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                left -= 1
+                raise OSError(errno.EIO, "injected: sync")
+            sync(descriptor)
+
+        return wrapper
+
+    with (
+        mock.patch.object(os, "fsync", fail(os.fsync)),
+        mock.patch.object(os, "fdatasync", fail(os.fdatasync)),
+    ):
+        yield
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from campaign import prepared
 from harness import complain
 from losses import lose_power
-from power import SECTOR, Device, Image, after_outage
+from power import SECTOR, Device, Image, after_outage, die_in_place
 from references import counts_of, locate, records_of
 from scenarios import CHANGING, STEPPING, steps
 
@@ -120,7 +120,7 @@ def test_a_killed_state_that_is_opened_again_with_power(space, before):
                 optimizer.step(first.batch(number))
             if before == "none":
                 optimizer._state.save()
-            optimizer._state.abandon()
+            die_in_place(optimizer._state)
         with device.following(), second.build(path, resume=True) as optimizer:
             assert locate(reference, optimizer, path, 4, 4) == 4
             images.append((device.image(), 4))

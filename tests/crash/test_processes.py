@@ -242,7 +242,7 @@ def test_an_error_while_opening_leaves_no_lock(tmp_path, monkeypatch):
     for function in ("ftruncate", "write", "replace", "fsync"):
         with monkeypatch.context() as patch:
 
-            def fail(*arguments, name=function):
+            def fail(*arguments, name=function, **options):
                 raise OSError(28, f"injected: {name}")
 
             patch.setattr(os, function, fail)
@@ -260,7 +260,7 @@ def test_an_error_while_opening_closes_no_file_of_others(tmp_path, monkeypatch):
     kept = []
     with monkeypatch.context() as patch:
 
-        def fail(*arguments):
+        def fail(*arguments, **options):
             raise OSError(28, "injected")
 
         patch.setattr(os, "replace", fail)
@@ -289,7 +289,7 @@ def test_the_journal_goes_before_the_lock(tmp_path, monkeypatch):
     optimizer.step(BATCH)
     monkeypatch.setattr(Path, "unlink", watched)
     optimizer.close()
-    assert removed == [("dsa.journal", False)]
+    assert removed == [("dsa.journal.1", False)]
 
 
 # ---------------------------------------------------------------- C48: reading and threads
