@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from current_files import table_file
 
 import dsa
 import dsa.creation
@@ -30,7 +31,6 @@ import dsa.writer
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends.memmap import MemmapBackend
 from dsa.errors import StateClosedError, StateError, StateLockedError, StateWarning, TrainingWarning
-from dsa.metadata import table_file_name
 
 DEADLINE = 20
 ROWS = {"left": 400, "right": 90}
@@ -69,7 +69,7 @@ def build(path, **options):
 
 def raw(path):
     """The bytes of every table as they lie in the files."""
-    return {name: (Path(path) / table_file_name(name)).read_bytes()[4096:] for name in ROWS}
+    return {name: table_file(path, name).read_bytes()[4096:] for name in ROWS}
 
 
 def weights(optimizer):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from current_files import table_file
 
 import dsa
 from dsa import DiskSparseRiemannianAdam, init
@@ -32,7 +33,7 @@ def content(path):
 
 
 def counters(path, name, rows, dim):
-    words = np.fromfile(path / table_file_name(name), np.int32, offset=4096).reshape(rows, -1)
+    words = np.fromfile(table_file(path, name), np.int32, offset=4096).reshape(rows, -1)
     return words[:, 3 * dim].tolist()
 
 
@@ -90,7 +91,7 @@ def test_c26_rows_beyond_2_to_31_elements(tmp_path, dtype):
     rows, dim, last, wrapped = 40_000_000, 64, 39_999_999, 6_445_567
     assert last * dim * 4 == 10_239_999_744
     assert last * dim * 4 % 2**32 == 1_650_065_152 == wrapped * dim * 4
-    file = tmp_path / table_file_name("entity")
+    file = table_file(tmp_path, "entity")
     with build(tmp_path, {"entity": init.Zeros(rows, dim)}, k=0.0, allocate="sparse") as optimizer:
         optimizer.flush()
         before = data_pages(file)
@@ -175,7 +176,7 @@ def test_c27_construction_needs_no_memory_for_the_table(tmp_path):
     if shutil.disk_usage(tmp_path).free < 2 * needed:
         pytest.skip("there is too little room on this disk")
     (used,) = child(CONSTRUCTION, tmp_path / "state", "init.Normal(2_000_000, 64, seed=1)", 2_000_000)
-    assert (tmp_path / "state" / table_file_name("a")).stat().st_blocks * 512 >= needed
+    assert table_file(tmp_path / "state", "a").stat().st_blocks * 512 >= needed
     assert used["made"] < 30e6, used
     assert used["anonymous"] < 30e6, used
     assert used["peak"] < 150e6, used

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from current_files import table_file
 
 import dsa
 from dsa import DiskSparseRiemannianAdam, init
@@ -96,7 +97,7 @@ for kind, seed in ((kind, seed) for kind in configurations for seed in range(see
     fresh(kind)
     generator = np.random.default_rng(seed)
     for name in TABLES:
-        file = work / table_file_name(name)
+        file = table_file(work, name)
         content = np.fromfile(file, np.uint8)
         words = content[4096:].view(np.uint32)
         hit = generator.random(len(words)) < generator.choice([0.003, 0.05, 0.5, 1.0])
@@ -254,7 +255,7 @@ def test_a_file_cut_by_a_copy_that_ran_out(tmp_path):
 
 def test_every_bit_of_a_header_counts(tmp_path):
     good = make(tmp_path / "good", k=1.0)
-    file = good / table_file_name("rule")
+    file = table_file(good, "rule")
     whole = file.read_bytes()
     for position in [*range(0, 600, 7), *range(600, 4096, 211), 4095]:
         changed = bytearray(whole)

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from current_files import table_file
 
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.curvature import map_weights, recurve
 from dsa.errors import StateWarning
 from dsa.manifolds import BALL_EPS, manifold_of
-from dsa.metadata import table_file_name
 from dsa.schema import adam_schema
 
 ROWS, DIM = 8, 3
@@ -46,7 +46,7 @@ def build(path, tables=None, **options):
 
 def stored(path, dim=DIM, rows=ROWS, mode="coordinate", name="entity"):
     dtype = adam_schema(dim, second_moment_per="row" if mode == "row" else "element").dtype
-    raw = np.fromfile(path / table_file_name(name), np.uint8, offset=4096).reshape(rows, -1)
+    raw = np.fromfile(table_file(path, name), np.uint8, offset=4096).reshape(rows, -1)
     return raw[:, : dtype.itemsize].copy().view(dtype).reshape(-1)
 
 

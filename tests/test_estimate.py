@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from current_files import journal_file, table_file
 
 from dsa import DiskSparseRiemannianAdam, estimate, init
 from dsa.backends import Memmap, Zarr
-from dsa.metadata import table_file_name
 
 
 def test_c30_ten_million_rows_of_128():
@@ -58,7 +58,7 @@ def test_what_is_made_has_the_size_estimated(tmp_path, rows, dim, stride, second
     guess = estimate(rows, dim, second_moment=second_moment, backend=backend)
     tables = {"entity": init.Zeros(rows, dim)}
     DiskSparseRiemannianAdam(tables, disk_dir=tmp_path, second_moment=second_moment, backend=backend).close()
-    file = tmp_path / table_file_name("entity")
+    file = table_file(tmp_path, "entity")
     assert file.stat().st_size == guess.file
     everything = sum(
         entry.stat().st_size for entry in tmp_path.iterdir() if entry.name.endswith((".dsa", ".json"))
@@ -98,7 +98,7 @@ def test_the_journal_grows_to_the_size_estimated(tmp_path, dim, batch):
         for _ in range(4):
             chosen = random.permutation(rows)[:batch]
             optimizer.step({"entity": (chosen, np.ones((batch, dim), np.float32))})
-        size = (tmp_path / "dsa.journal").stat().st_size
+        size = journal_file(tmp_path).stat().st_size
     assert estimate(rows, dim, batch=batch).journal == pytest.approx(size, abs=1_000)
     assert estimate(100, dim, batch=10**9) == estimate(100, dim, batch=100)
 
@@ -107,7 +107,7 @@ def test_the_journal_of_compressed_shards_is_their_overlay(tmp_path):
     backend = Zarr(compression="zstd", overlay_bytes=3 << 20)
     tables = {"entity": init.Zeros(100, 4)}
     with DiskSparseRiemannianAdam(tables, disk_dir=tmp_path, backend=backend):
-        assert (tmp_path / "dsa.journal").stat().st_size == estimate(100, 4, backend=backend).journal
+        assert journal_file(tmp_path).stat().st_size == estimate(100, 4, backend=backend).journal
 
 
 @pytest.mark.parametrize("stride", [None, "packed", "page"])

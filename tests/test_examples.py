@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from current_files import table_file
 
 import dsa
 import dsa.examples
@@ -22,7 +23,6 @@ from dsa.examples import (
     recommender,
     resume_after_kill,
 )
-from dsa.metadata import table_file_name
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(dsa.__file__).parents[1])}
 SMALL = {"users": 40, "items": 30, "dim": 8, "batch": 64}
@@ -30,7 +30,7 @@ SMALL = {"users": 40, "items": 30, "dim": 8, "batch": 64}
 
 def table(directory, name):
     """The bytes of a table behind its header, which holds a random identity."""
-    return (directory / table_file_name(name)).read_bytes()[4096:]
+    return table_file(directory, name).read_bytes()[4096:]
 
 
 def test_c17_two_optimizers_one_schedule_saved_and_resumed(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from current_files import table_file
 
 import dsa
 from dsa import DiskSparseRiemannianAdam, conventions, init
@@ -25,7 +26,6 @@ from dsa.errors import (
     StateClosedError,
     StateWarning,
 )
-from dsa.metadata import table_file_name
 
 ROWS, DIM = 12, 3
 
@@ -52,7 +52,7 @@ def raw(path):
 
 def fields(path, name, rows, dim):
     """Decode the records of a closed table: w, m, v, t, s per row, packed or padded."""
-    words = np.fromfile(Path(path) / table_file_name(name), np.int32, offset=4096).reshape(rows, -1)
+    words = np.fromfile(table_file(path, name), np.int32, offset=4096).reshape(rows, -1)
     w, m, v = (words[:, dim * i : dim * (i + 1)].view(np.float32) for i in range(3))
     return w, m, v, words[:, 3 * dim], words[:, 3 * dim + 1]
 
@@ -794,7 +794,7 @@ def test_every_error_of_ours_has_a_base_and_a_builtin():
 
 def damage(path, row, field, value):
     """Write one number into a record of a closed table; field is the word's number in the record."""
-    file = path / table_file_name("entity")
+    file = table_file(path, "entity")
     words = np.memmap(file, np.int32, "r+", offset=4096).reshape(ROWS, -1)
     words[row, field] = np.array([value], np.float32 if field < 3 * DIM else np.int32).view(np.int32)[0]
     words.base.flush()

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from current_files import table_file
 
 import dsa
 import dsa.system
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends.memmap import MemmapBackend
 from dsa.errors import RowIndexError, RowTypeError, StateClosedError
-from dsa.metadata import table_file_name
 
 DEADLINE = 20
 TABLES = {"left": init.Normal(5_000, 4, 0.1, seed=1), "right": init.Zeros(60, 2)}
@@ -253,7 +253,7 @@ def test_hints_change_no_byte(tmp_path):
                     }
                 )
             optimizer.close()
-        results.append([(tmp_path / name / table_file_name(table)).read_bytes()[4096:] for table in TABLES])
+        results.append([table_file(tmp_path / name, table).read_bytes()[4096:] for table in TABLES])
     assert results[1] == results[0]
     assert results[2] == results[0]
 

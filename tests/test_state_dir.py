@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from current_files import table_file
 
 import dsa
 from dsa import DiskSparseRiemannianAdam, init
@@ -57,7 +58,7 @@ def content(path):
 
 def records(path, name):
     """The raw records of a closed table as bytes, without the header, which differs between directories."""
-    return (Path(path) / table_file_name(name)).read_bytes()[4096:]
+    return table_file(path, name).read_bytes()[4096:]
 
 
 def descriptors():
@@ -139,10 +140,14 @@ def test_resume_goes_on_where_it_stopped(tmp_path):
 
 
 def test_resume_does_not_change_what_it_opens(path):
-    """Beside the mark that it is open, which close takes back."""
-    before = content(path)
+    """Beside the mark that it is open, which close takes back, and the count of its lives."""
+    before, life = content(path), read_metadata(path).life
     build(path, resume=True).close()
-    assert content(path) == before
+    after = content(path)
+    del before[METADATA_NAME], after[METADATA_NAME]
+    assert after == before
+    metadata = read_metadata(path)
+    assert (metadata.status, metadata.life, metadata.global_step) == ("closed", life + 1, 2)
 
 
 def test_tables_may_be_given_in_another_order(path):
@@ -226,7 +231,7 @@ def test_starting_over_warns_and_forgets(path):
         assert optimizer.global_step == 0
         assert not optimizer.read_rows(range(5)).any()
     assert [warning.filename for warning in caught] == [__file__]
-    assert {name for name in content(path) if name.endswith(".dsa")} == {table_file_name("left")}
+    assert {name for name in content(path) if name.endswith(".dsa")} == {table_file(path, "left").name}
 
 
 def test_starting_over_gives_what_a_new_directory_gives(path, tmp_path):
@@ -392,7 +397,7 @@ def test_a_constructor_that_fails_late_releases_the_directory(tmp_path):
 
 
 def left_file(path):
-    return path / table_file_name("left")
+    return table_file(path, "left")
 
 
 def replace(file, data):
@@ -414,7 +419,7 @@ def rewritten(path, **changes):
 
 def nest(depth):
     return (
-        b'{"content": {"format": "dsa-state", "version": 3, "tables": '
+        b'{"content": {"format": "dsa-state", "version": %d, "tables": ' % FORMAT_VERSION
         + b"[" * depth
         + b"]" * depth
         + b'}, "crc32": ""}'
@@ -524,7 +529,7 @@ def test_tables_of_two_directories_swapped(path, tmp_path):
 def test_two_tables_of_one_shape_swapped(tmp_path):
     tables = {"a": init.Zeros(4, 2), "b": init.Zeros(4, 2)}
     build(tmp_path, tables).close()
-    first, second = (tmp_path / table_file_name(name) for name in tables)
+    first, second = (table_file(tmp_path, name) for name in tables)
     first.rename(tmp_path / "third")
     second.rename(first)
     (tmp_path / "third").rename(second)
@@ -616,7 +621,7 @@ def test_file_names_do_not_change_between_releases():
 PRELUDE = """
 import os, signal, sys
 import numpy as np
-import dsa.backends.memmap, dsa.creation, dsa.maintenance, dsa.opening
+import dsa.backends.memmap, dsa.creation, dsa.opening, dsa.replacement
 from dsa import DiskSparseRiemannianAdam, init
 tables = {"left": init.Normal(20, 3, seed=1), "right": init.Zeros(7, 2)}
 batch = {"left": (np.array([3, 19]), np.ones((2, 3), np.float32)),
@@ -727,7 +732,8 @@ sys.stdin.read()
 
 
 GATES = {
-    "before the old files go": "import pathlib; pathlib.Path.unlink = gate",
+    "before the old files go": "dsa.opening.remove_table_file = gate",
+    "before the description": "dsa.creation.write_metadata = gate",
     "between two tables": """
 real = dsa.creation.write_initial_weights
 def write(table, source):
@@ -741,16 +747,16 @@ dsa.creation.write_initial_weights = write
 @needs_kill
 @pytest.mark.parametrize("gate", GATES)
 def test_killed_while_starting_over(path, gate):
+    """The old state is there until the new one is whole; `test_switch` has every other instant."""
     process = start(GATES[gate] + "\nbuild(resume=False)", path)
     refuse(path, StateLockedError, "in use")
     kill(process)
-    for resume in (None, True):
-        refuse(
-            path,
-            StateIncompleteError,
-            "was interrupted .replacing an older state, which is lost.* pass resume=False to start over",
-            resume=resume,
-        )
+    refuse(path, StateExistsError, "already holds state at step", resume=None)
+    steps = 0 if gate == "before the old files go" else 2
+    with build(path, resume=True) as optimizer:
+        assert optimizer.global_step == steps
+        optimizer.step(BATCH)
+    assert len(list(path.glob("*.dsa"))) == len(TABLES)
     with pytest.warns(StateWarning, match="resume=False"):
         optimizer = build(path, resume=False)
     with optimizer:
@@ -761,74 +767,32 @@ def test_killed_while_starting_over(path, gate):
 
 
 @needs_kill
-def test_killed_while_starting(tmp_path):
+@pytest.mark.parametrize("resume", [None, False])
+def test_killed_while_starting(tmp_path, resume):
+    """There is nothing to continue, and nothing to lose."""
     kill(start(GATES["between two tables"] + "\nbuild()", tmp_path))
-    for resume in (None, True):
-        refuse(tmp_path, StateIncompleteError, "was interrupted .making a new state", resume=resume)
-    with pytest.warns(StateWarning, match="resume=False"):
-        build(tmp_path, resume=False).close()
+    refuse(
+        tmp_path,
+        StateIncompleteError,
+        r"was interrupted \(making a new state\): .* leave resume out to make it again",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StateWarning)
+        optimizer = build(tmp_path, resume=resume)
+    with optimizer:
+        optimizer.step(BATCH)
+    assert len(list(tmp_path.glob("*.dsa"))) == len(TABLES)
+    with build(tmp_path, resume=True) as optimizer:
+        assert optimizer.global_step == 1
 
 
-@needs_kill
-def test_killed_before_starting_over_has_begun(path):
-    before = content(path)
-    kill(start("dsa.opening.write_metadata = gate\nbuild(resume=False)", path))
-    assert content(path) == before
-    with build(path, resume=True) as optimizer:
-        assert optimizer.global_step == 2
-
-
-ALL_ROWS = {"left": (np.arange(20), np.ones((20, 3), np.float32))}
-
-
-def change_the_curvature(path):
-    with build(path, resume=True) as optimizer:
-        optimizer.step(ALL_ROWS)
-        optimizer.set_curvature(4.0, name="left")
-
-
-def whole_change(path):
-    """What a change of curvature that nobody interrupts makes of the left table."""
-    with build(path) as optimizer:
-        for batch in (BATCH, BATCH, ALL_ROWS):
-            optimizer.step(batch)
-        optimizer.set_curvature(4.0, name="left")
-    return records(path, "left")
-
-
-INTERRUPTED = """
-real = dsa.maintenance.recurve
-calls = []
-def once(*arguments):
-    calls.append(1)
-    return real(*arguments) if len(calls) == 1 else gate()
-dsa.maintenance.recurve = once
-dsa.backends.memmap._BLOCK_BYTES = 200  # so that the table has several blocks
-optimizer = build(resume=True)
-optimizer.step({"left": (np.arange(20), np.ones((20, 3), np.float32))})
-optimizer.set_curvature(4.0, name="left")
-"""
-
-
-@needs_kill
-def test_killed_while_the_curvature_changes(path, tmp_path):
-    """The next open carries it to its end, no row being changed twice."""
-    kill(start(INTERRUPTED, path))
-    with build(path, resume=True, k={"left": 4.0, "right": 1.0}) as optimizer:
-        rows = optimizer.read_rows(range(20), "left")
-        assert torch.linalg.vector_norm(rows.double(), dim=1).max() < 0.5
-        assert "left: 20 x 3, k=4" in repr(optimizer)
-        assert optimizer.global_step == 3
-    assert records(path, "left") == whole_change(tmp_path / "whole")
-
-
-def test_an_interrupted_change_is_not_forgotten_by_close(path, tmp_path, monkeypatch):
+def test_an_interrupted_change_changes_nothing(path, tmp_path, monkeypatch):
     """KeyboardInterrupt in the middle of `set_curvature`, then the end of the `with` block."""
     import dsa.backends.memmap
-    import dsa.maintenance
+    import dsa.replacement
 
     calls = []
-    real = dsa.maintenance.recurve
+    real = dsa.replacement.recurve
 
     def once(*arguments):
         calls.append(1)
@@ -836,14 +800,19 @@ def test_an_interrupted_change_is_not_forgotten_by_close(path, tmp_path, monkeyp
             raise KeyboardInterrupt
         return real(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(dsa.backends.memmap, "_BLOCK_BYTES", 200)
-        patch.setattr(dsa.maintenance, "recurve", once)
+    with build(path, resume=True) as optimizer, monkeypatch.context() as patch:
+        before = optimizer.read_rows(range(20), "left")
+        files = sorted(each.name for each in path.iterdir())
+        patch.setattr(dsa.backends.memmap, "_BLOCK_BYTES", 200)  # so that the table has several blocks
+        patch.setattr(dsa.replacement, "recurve", once)
         with pytest.raises(KeyboardInterrupt):
-            change_the_curvature(path)
-    with build(path, resume=True, k={"left": 4.0, "right": 1.0}) as optimizer:
-        optimizer.read_rows([0], "left")
-    assert records(path, "left") == whole_change(tmp_path / "whole")
+            optimizer.set_curvature(4.0, name="left")
+        assert sorted(each.name for each in path.iterdir()) == files
+        assert torch.equal(optimizer.read_rows(range(20), "left"), before)
+        optimizer.step(BATCH)
+    with build(path, resume=True) as optimizer:
+        assert optimizer.global_step == 3
+        assert "left: 20 x 3, k=1" in repr(optimizer)
 
 
 def test_leaving_without_close_is_no_loss(path):

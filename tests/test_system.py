@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from current_files import table_file
 
 import dsa
 from dsa import DiskSparseRiemannianAdam, init, system
 from dsa.errors import DiskSpaceError, StateCorruptError, StateLockedError
-from dsa.metadata import table_file_name
 
 ROWS, DIM = 3_000, 4
 TABLES = {"rule": init.Normal(ROWS, DIM, 0.1, seed=1), "array": torch.linspace(-0.1, 0.1, 40).reshape(10, 4)}
@@ -81,7 +81,7 @@ def train(path, **options):
         read = optimizer.read_rows(range(ROWS), "rule").numpy().tobytes()
     with pytest.raises(FileExistsError):
         DiskSparseRiemannianAdam(TABLES, lr=0.05, disk_dir=path)
-    return [read, *((path / table_file_name(name)).read_bytes()[4096:] for name in TABLES)]
+    return [read, *(table_file(path, name).read_bytes()[4096:] for name in TABLES)]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def expected(tmp_path_factory):
 def test_the_essentials_without(tmp_path, monkeypatch, expected, hidden, allocate):
     HIDDEN[hidden](monkeypatch)
     assert train(tmp_path / "state", allocate=allocate) == expected
-    os.truncate(tmp_path / "state" / table_file_name("array"), 4_400)
+    os.truncate(table_file(tmp_path / "state", "array"), 4_400)
     with pytest.raises(StateCorruptError, match="truncated"):
         DiskSparseRiemannianAdam(TABLES, lr=0.05, k=2.0, disk_dir=tmp_path / "state", resume=True)
 

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 import torch
+from current_files import table_file
 
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.kernels.threads import run_slices, thread_limit
-from dsa.metadata import table_file_name
 
 ROWS = 6_000
 CONFIGURATIONS = {
@@ -46,7 +46,7 @@ def train(path, options, dim):
             optimizer.step(batch, current_k=options["k"] * 1.5 if size == 9_000 and options["k"] else None)
         optimizer.reproject_all()
         read = [optimizer.read_rows(range(ROWS), name).numpy().tobytes() for name in tables]
-    return read, [(path / table_file_name(name)).read_bytes()[4096:] for name in tables]
+    return read, [table_file(path, name).read_bytes()[4096:] for name in tables]
 
 
 @pytest.mark.parametrize("kind", CONFIGURATIONS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import zarr
 
+from current_files import journal_file
 import dsa
 from dsa import DiskEmbedding, DiskSparseAdam, DiskSparseRiemannianAdam, estimate, init
 from dsa.backends import Memmap, Zarr
@@ -168,7 +169,7 @@ def test_what_lies_in_the_directory(tmp_path, backend):
         names = {entry.name for entry in tmp_path.iterdir()}
         assert names == {
             METADATA_NAME,
-            "dsa.journal",
+            journal_file(tmp_path).name,
             "dsa.lock",
             *(group_of(tmp_path, n).name for n in ROWS),
         }

@@ -4,9 +4,9 @@ import contextlib
 
 import numpy as np
 import torch
+from current_files import table_file
 
 from dsa import DiskEmbedding, DiskEmbeddingBag, DiskSparseAdam, init
-from dsa.metadata import table_file_name
 from dsa.schema import adam_schema
 
 HEADER = 4096
@@ -79,7 +79,7 @@ class Maker(contextlib.ExitStack):
 
 def raw_records(path, name, rows, dim, weights=True, second_moment_per="element"):
     """All records of a table file."""
-    data = np.fromfile(path / table_file_name(name), np.uint8, offset=HEADER)
+    data = np.fromfile(table_file(path, name), np.uint8, offset=HEADER)
     dtype = adam_schema(dim, second_moment_per=second_moment_per, weights=weights).dtype
     return np.ascontiguousarray(data.reshape(rows, -1)[:, : dtype.itemsize]).view(dtype)[:, 0]
 

@@ -30,7 +30,7 @@ def test_one_directory_one_journal_one_count(make):
     (users(torch.tensor([1])).sum() + items(torch.tensor([5])).sum()).backward()
     optimizer.step()
     names = sorted(file.name for file in make.directory().iterdir())
-    assert [name.split("-")[0] for name in names] == ["dsa.journal", "dsa.json", "dsa.lock", "items", "users"]
+    assert [name.split("-")[0] for name in names] == ["dsa.journal.1", "dsa.json", "dsa.lock", "items", "users"]
     assert optimizer.global_step == 1
     assert optimizer.param_names == ["users", "items"]
     np.testing.assert_allclose([row(users, 1)[0], row(items, 5)[0]], -0.1, rtol=1e-6)
