@@ -1,9 +1,11 @@
 """Where the files of a state directory are: a table's is named by its generation, a journal by its life."""
 
 import json
+import shutil
 from pathlib import Path
 
-from dsa.metadata import METADATA_NAME, table_file_name
+from dsa.holding import file_numbers
+from dsa.metadata import METADATA_NAME, read_metadata, table_file_name, write_metadata
 
 
 def description(directory):
@@ -25,3 +27,15 @@ def journal_file(directory):
     assert content["journal"]
     assert file.is_file()
     return file
+
+
+def copy_as_killed(source, target):
+    """Copy a directory that is open while nothing moves in it, to be as a kill would leave it.
+
+    The copy of an open directory is refused, by the numbers of its files; a kill would leave those.
+    """
+    shutil.copytree(source, target)
+    metadata = read_metadata(Path(target))
+    metadata.files = file_numbers(Path(target), [name for name in metadata.files if name != "."])
+    write_metadata(Path(target), metadata)
+    return target

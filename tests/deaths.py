@@ -50,14 +50,13 @@ def die():
 
 
 def arm(number):
-    """Let this process die before the n-th call from now on."""
-    left = number
+    """Let this process die before the n-th call from now on; return a list with how many are left."""
+    left = [number]
 
     def counting(real):
         def call(*arguments, **options):
-            nonlocal left
-            left -= 1
-            if left == 0:
+            left[0] -= 1
+            if left[0] == 0:
                 die()
             return real(*arguments, **options)
 
@@ -66,27 +65,41 @@ def arm(number):
     for name in CALLS:
         if hasattr(os, name):
             setattr(os, name, counting(getattr(os, name)))
+    return left
 
 
-def deaths(prepare, operation, every=1):
-    """Kill an operation before each call that may change a file; yield the number each time.
+def deaths(prepare, operation, restore, most=20):
+    """Kill an operation before calls that may change a file; yield the number of the call each time.
 
     Args:
         prepare: Called in the child first; its result is passed to `operation`.
         operation: What is killed.
-        every: 2 kills before every second call, and so on.
+        restore: Called here before each child: it undoes what the one before has done.
+        most: So many calls are chosen, evenly; 0 chooses every call.
     """
-    number = 1
-    while True:
+    reading, writing = os.pipe()
+
+    def count():
+        prepared = prepare()
+        left = arm(1 << 40)
+        operation(prepared)
+        os.write(writing, f"{(1 << 40) - left[0]}".encode())
+
+    restore()
+    assert in_child(count) == 0, "it fails without being killed"
+    os.close(writing)
+    calls = int(os.read(reading, 100))
+    os.close(reading)
+    chosen = min(most, calls) or calls
+    for number in sorted({1 + round(place * (calls - 1) / max(1, chosen - 1)) for place in range(chosen)}):
 
         def body(number=number):
             prepared = prepare()
             arm(number)
             operation(prepared)
 
+        restore()
         status = in_child(body)
-        assert status in (0, -signal.SIGKILL), "the child failed by itself"
-        if status == 0:
-            return
+        # A thread of the operation's may make a call more or less.
+        assert status in (0, -signal.SIGKILL), "it fails without being killed"
         yield number
-        number += every

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from current_files import table_file
+from current_files import copy_as_killed, table_file
 
 import dsa
 import dsa.creation
@@ -30,7 +30,14 @@ import dsa.state
 import dsa.writer
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends.memmap import MemmapBackend
-from dsa.errors import StateClosedError, StateError, StateLockedError, StateWarning, TrainingWarning
+from dsa.errors import (
+    StateClosedError,
+    StateError,
+    StateFailedError,
+    StateLockedError,
+    StateWarning,
+    TrainingWarning,
+)
 
 DEADLINE = 20
 ROWS = {"left": 400, "right": 90}
@@ -234,7 +241,7 @@ def killed(path, **options):
     """Open what a process that died now would leave behind: a copy of the directory as it is."""
     copy = path.with_name(f"{path.name}-copy")
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(path, copy)
+    copy_as_killed(path, copy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StateWarning)
         return build(copy, resume=True, async_writes=False, **options)
@@ -312,22 +319,24 @@ def test_whole_table_changes_with_a_queue(tmp_path, disk, monkeypatch, durabilit
     assert program(tmp_path / "queued", **options) == expected
 
 
-def test_without_a_journal_a_change_is_over_when_it_is_written(opened, disk, monkeypatch):
-    """Only the description tells of a change that was under way, so that it must not forget it too early."""
-    optimizer = opened(durability="none")
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_what_is_queued_is_in_the_tables_before_they_are_replaced(opened, disk, monkeypatch, durability):
+    """The new tables are made of the old ones: whatever waits for these has to be there first."""
+    optimizer = opened(durability=durability)
     steps(optimizer, 0, 5)
+    expected = weights(optimizer)
     disk.delay = 0.01
     noted = []
-    write_metadata = dsa.state.write_metadata
+    write_metadata = dsa.creation.write_metadata
 
-    def note(path, metadata):
-        noted.append((metadata.change, optimizer.stats()["queue_depth"]))
-        write_metadata(path, metadata)
+    def note(path, metadata, held):
+        noted.append((metadata.global_step, optimizer.stats()["queue_depth"]))
+        write_metadata(path, metadata, held)
 
-    monkeypatch.setattr(dsa.state, "write_metadata", note)
-    optimizer.set_curvature(2.0, name="left")
-    assert noted[0][0] is not None
-    assert noted[-1] == (None, 0)
+    monkeypatch.setattr(dsa.creation, "write_metadata", note)
+    optimizer.set_curvature(1.0, name="left", reset_moments=True)
+    assert noted == [(5, 0)], "one switch"
+    assert weights(optimizer) == expected
 
 
 # ---------------------------------------------------------------- what the caller does with its arrays (C44)
@@ -432,16 +441,20 @@ def test_c43_c37_training_does_not_go_on_when_the_writer_has_failed(
         for use in (
             lambda: optimizer.step({"left": BATCHES[3]["left"]}),
             lambda: optimizer.read_rows([0], "left"),
-            lambda: optimizer.set_curvature(2.0, name="left"),
             lambda: optimizer.reproject_all("left"),
         ):
             with pytest.raises(OSError, match="a queued write has failed") as caught:
                 use()
             assert caught.value.errno == code
             assert isinstance(caught.value.__cause__, OSError)
-        for use in (optimizer.flush, optimizer.close):
-            with pytest.raises(OSError, match=os.strerror(code)):
+        for use in (
+            lambda: optimizer.set_curvature(2.0, name="left"),
+            lambda: optimizer.flush(),
+            lambda: optimizer.close(),
+        ):
+            with pytest.raises(OSError, match=os.strerror(code)) as caught:
                 use()
+            assert caught.value.errno == code
         assert optimizer.global_step == 3
         assert optimizer.stats()["writer_status"] == "failed"
     disk.fail()
@@ -598,28 +611,41 @@ def test_one_failed_table_does_not_keep_the_other_from_closing_later(tmp_path, o
         assert again.global_step == 3
 
 
-@pytest.mark.parametrize("durability", ["process", "power"])
-def test_a_sync_that_fails_can_be_repeated(tmp_path, opened, disk, reference, monkeypatch, durability):
-    """Rows whose sync failed are written again from the journal: also when that goes through a queue."""
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_a_sync_that_fails_ends_the_use_of_a_state_with_a_queue(
+    tmp_path, opened, disk, reference, monkeypatch, durability
+):
+    """It is never tried again; `test_failed_syncs` has what holds with and without a queue."""
     optimizer = opened(durability=durability)
     steps(optimizer, 0, 5)
-    flush = MemmapBackend.flush
-    failures = iter([disk_error(), disk_error()])
+    flush, calls = MemmapBackend.flush, []
 
     def fail(backend):
-        error = next(failures, None)
-        if error is not None:
-            raise error
+        calls.append(1)
+        if len(calls) == 1:
+            raise disk_error()
         flush(backend)
 
     monkeypatch.setattr(MemmapBackend, "flush", fail)
-    for _ in range(2):
-        with pytest.raises(OSError, match="Input/output"):
-            optimizer.flush()
-    optimizer.flush()
-    steps(optimizer, 5, 40)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        optimizer.flush()
+    assert not isinstance(caught.value, StateFailedError)
+    for use in (lambda: steps(optimizer, 5, 6), optimizer.flush, lambda: weights(optimizer), optimizer.close):
+        with pytest.raises(StateFailedError, match="close it and open it again with resume=True"):
+            use()
+    assert len(calls) == 1
     optimizer.close()
-    assert raw(tmp_path / "state") == reference.tables(40)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        again = build(tmp_path / "state", resume=True, durability=durability)
+    assert bool([each for each in told if each.category is StateWarning]) == (durability != "power")
+    done = again.global_step
+    assert done == (0 if durability == "none" else 5)
+    assert weights(again) == reference.weights(5)
+    if durability != "none":
+        steps(again, 5, 40)
+    again.close()
+    assert raw(tmp_path / "state") == reference.tables(40 if durability != "none" else 5)
 
 
 # ---------------------------------------------------------------- a queue that is full

@@ -97,7 +97,7 @@ for kind, seed in ((kind, seed) for kind in configurations for seed in range(see
     fresh(kind)
     generator = np.random.default_rng(seed)
     for name in TABLES:
-        file = table_file(work, name)
+        file = work / table_file_name(name)
         content = np.fromfile(file, np.uint8)
         words = content[4096:].view(np.uint32)
         hit = generator.random(len(words)) < generator.choice([0.003, 0.05, 0.5, 1.0])

@@ -911,7 +911,7 @@ def test_closed_is_closed(tmp_path):
         lambda: optimizer.reproject_all(),
         lambda: optimizer.flush(),
     ):
-        with pytest.raises(StateClosedError, match="was closed: build the optimizer again with resume=True"):
+        with pytest.raises(StateClosedError, match="was closed: build the module or optimizer again"):
             use()
     assert optimizer.global_step == 1
     assert "step 1" in repr(optimizer)

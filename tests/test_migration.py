@@ -167,11 +167,12 @@ class Killed(BaseException):
 
 
 PLACES = [
-    "dsa.creation.write_metadata",
-    "dsa.migration.install_content",
-    "dsa.installation.make_backend",
-    "dsa.installation.write_metadata",
-    "dsa.installation.sweep",
+    "dsa.migration.write_content",
+    "dsa.creation.make_backend",
+    "dsa.replacement.make_table_of",
+    "dsa.replacement.write_metadata",
+    "dsa.creation.begin_life",
+    "dsa.creation.sweep",
     "dsa.migration.set_aside",
     "dsa.migration.sync_directory",
 ]
