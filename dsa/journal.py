@@ -300,6 +300,8 @@ class Journal:
         # Half as much again, so that batches of slightly different sizes don't each cost a reservation; twice
         # as much below the limit, so that it is reached in few steps.
         wanted = max(capacity + capacity // 2, min(2 * self.capacity, self._limit))
+        if capacity <= self._limit:
+            wanted = min(wanted, self._limit)
         size = BODY + round_up(wanted)
         system.extend(self._require_open(), size, str(self._path.parent))
         self._mapping = mmap.mmap(self._file, size)

@@ -265,7 +265,7 @@ def test_growth_below_the_limit_drops_nothing(path, monkeypatch, capacity, reser
         grown += journal.capacity > before
         assert read(path) == kept
     assert grown > 1
-    assert journal.capacity <= limit + limit // 2
+    assert journal.capacity == limit
     journal.close(remove=True)
 
 
