@@ -353,15 +353,21 @@ class StateDirectory:
         self.replacements += 1
         old_journal, self._journal = self._journal, journal
         self._metadata, self.global_step = metadata, metadata.global_step
+        replaced = []
         for table in tables:
             known = self.tables.setdefault(table.name, table)
             if known is not table:
-                self._let_table_go(known)
+                replaced.append(replace(known))
                 known.take_over(table)
         self._order = [self.tables[table.name] for table in tables]
         self._pending = _Transaction(self.progress(), [], effects)
-        if old_journal is not None:
-            old_journal.close(remove=True)
+        # Files go last, each of them whatever befalls the others: an interrupt then finds one state or the
+        # other in memory, too.
+        with contextlib.ExitStack() as stack:
+            if old_journal is not None:
+                stack.callback(old_journal.close, remove=True)
+            for table in replaced:
+                stack.callback(self._let_table_go, table)
 
     def abandon(self) -> None:
         """Let everything go as a kill would: what is in memory may differ from what is on disk."""
@@ -485,7 +491,7 @@ class StateDirectory:
                 backend.close() if writer is None else writer.abandon()
                 remove_table_file(file)
 
-        if not any(each.takes_over(replace(table), let_go) for each in tuple(self.observers)):
+        if not any(each.takes_over(table, let_go) for each in tuple(self.observers)):
             let_go()
 
 

@@ -129,7 +129,9 @@ def import_state(state: StateDirectory, opened: OpenedContent, progress: Progres
             replace_content(state, replace(content, tables=watched), effects)
         except BaseException:
             if not state.is_settled:
-                stack.pop_all()  # the next call needs them, to complete what was interrupted
+                held = stack.pop_all()  # needed by the next call, if completing it fails here too
+                state.settle()  # the directory has changed: the weights in memory must, too
+                held.close()
             raise
 
 
