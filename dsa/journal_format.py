@@ -27,6 +27,8 @@ __all__ = [
     "decode_entry",
     "encode_entry",
     "entry_length",
+    "find_entries",
+    "is_of_life",
     "layout_of",
     "read_header",
     "read_slot",
@@ -186,6 +188,36 @@ def decode_entry(memory: _Memory, base: int, sequence: int, *, applied: bool = F
     if not whole and not applied:
         return None
     return Entry(sequence, note, parts if whole else [], base + length)
+
+
+def find_entries(memory: bytearray, slot: Slot | None) -> dict[int, Entry]:
+    """Return the entries that are whole, by their numbers, wherever they are in a damaged journal.
+
+    Args:
+        memory: The whole journal.
+        slot: What its header says, or None when that is damaged; entries that it has let go of are left out.
+    """
+    words = view(memory, BODY, "S8", max(0, len(memory) - BODY) // 8)
+    places = np.flatnonzero(words[:: _ALIGN // 8] == _BEGIN_MAGIC) * _ALIGN + BODY
+    found: dict[int, Entry] = {}
+    for base in places.tolist():
+        sequence = _BEGIN.unpack_from(memory, base)[1] if base + _BEGIN.size <= len(memory) else 0
+        if slot is not None and sequence < slot.head_sequence:
+            continue
+        applied = slot is not None and sequence <= slot.applied
+        entry = decode_entry(memory, base, sequence, applied=applied)
+        if entry is not None:
+            found[sequence] = entry
+    return found
+
+
+def is_of_life(memory: _Memory, identity: str) -> bool:
+    """Tell whether a header page names a life of a state, but for a single byte that may be damaged."""
+    name = f"{identity}\n".encode()
+    expected = MAGIC + name
+    found = bytes(memory[: len(MAGIC)]) + bytes(memory[IDENTITY_AT : IDENTITY_AT + len(name)])
+    differing = sum(a != b for a, b in zip(found, expected, strict=False))
+    return len(found) == len(expected) and differing <= 1
 
 
 def write_slot(memory: mmap.mmap, at: int, slot: Slot) -> None:

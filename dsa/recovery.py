@@ -14,20 +14,21 @@ How a state that was not closed is recovered depends on what its process could p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from dsa import system
+from dsa.backends.base import StateBackend
 from dsa.content import TableContent
 from dsa.creation import make_table_of, start
 from dsa.errors import StateCorruptError, StateMismatchError, StateWarning
 from dsa.holding import HeldDirectory, file_numbers
 from dsa.init import from_json
-from dsa.journal import Journal
+from dsa.journal import Journal, salvage_journal
 from dsa.journal_format import Entry
 from dsa.manifolds import curvature_from_json
 from dsa.metadata import METADATA_NAME, Metadata, read_metadata, write_metadata
@@ -36,20 +37,26 @@ from dsa.progress import Progress
 from dsa.schema import Rows, Schema
 from dsa.state import StateDirectory
 from dsa.storage import Storage, TableSpec
-from dsa.table import Table, content_of, implausible_rows
+from dsa.table import Table, content_of, implausible_rows, outside_rows, stamp_of
 from dsa.table_files import drain_backend, match_kind, match_layout, open_backend, stored_layout
 
 __all__ = [
     "Loss",
     "continue_state",
     "is_copy",
+    "make_anew",
     "match_content",
     "match_table",
     "open_tables",
     "replay",
+    "require_fitting",
     "survey",
     "warn_of_curvature",
 ]
+
+
+Which = Literal["all", "not older", "newer"]
+"""Which rows of a journal entry are taken: all, those not older than the table's, those newer."""
 
 
 class Loss(NamedTuple):
@@ -107,8 +114,10 @@ def continue_state(
         if stored.status == "open":
             _secure_journal(held, stored)
             if stored.failed:
-                _make_anew(path, tables, storage)
+                make_anew(path, tables, storage)
             _recover(path, stored, tables)
+            for table in tables:
+                drain_backend(table.backend)
             if stored.failed or "power" in (stored.durability, storage.durability):
                 # The journal goes, and what the process before this one has written may be in the page cache
                 # only.
@@ -210,54 +219,75 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
         )
 
 
-def replay(path: Path, stored: Metadata, tables: Sequence[Table], *, by_stamp: bool = False) -> None:
+def replay(path: Path, stored: Metadata, tables: Sequence[Table], *, by_stamp: bool = False) -> str:
     """Write what the journal says to the tables, and bring the description to the last step in it.
 
     Args:
         path: The state directory.
         stored: Its description, brought up to date.
         tables: The open tables.
-        by_stamp: Leave rows alone that the tables hold of a later step: the journal on disk may be an old
-        one.
+        by_stamp: Take whatever is whole of the journal, and leave rows alone that the tables hold of a later
+            step: the journal on disk may be an old one.
+
+    Returns:
+        What is wrong with the journal, see `Salvaged`. Always nothing unless `by_stamp`.
 
     Raises:
-        StateCorruptError: the journal is missing, damaged, another one's, or does not fit the tables.
+        StateCorruptError: the journal is missing, damaged, another one's, or does not fit the tables; with
+            `by_stamp` only the last.
         DiskSpaceError: there is no room for rows in a sparse file.
     """
-    journal = Journal.open(path / stored.journal_name, stored.journal_identity, durable=False)
+    file, identity = path / stored.journal_name, stored.journal_identity
+    if by_stamp:
+        entries, fault = salvage_journal(file, identity)
+        for entry, followed in entries:
+            _take(stored, tables, entry, "not older" if followed else "newer")
+        return fault
+    journal = Journal.open(file, identity, durable=False)
     try:
         for entry in journal.entries():
-            progress = Progress.from_bytes(entry.note, [table.steps for table in tables])
-            _apply(tables, entry, by_stamp)
-            if by_stamp and progress.global_step < stored.global_step:
-                continue
-            stored.global_step = progress.global_step
-            for table, steps in zip(tables, progress.steps, strict=True):
-                table.steps = steps
-        for table in tables:
-            drain_backend(table.backend)
+            _take(stored, tables, entry, "all")
     finally:
         journal.close(remove=False)
+    return ""
 
 
-def _apply(tables: Sequence[Table], entry: Entry, by_stamp: bool) -> None:
-    """Write a journal entry's rows to the tables; doing so again changes nothing."""
+def _take(stored: Metadata, tables: Sequence[Table], entry: Entry, which: Which) -> None:
+    """Write a journal entry's rows to the tables, and adopt its counts; doing so again changes nothing."""
+    progress = Progress.from_bytes(entry.note, [table.steps for table in tables])
+    _apply(tables, entry, which)
+    exact = which == "all"
+    stored.global_step = progress.global_step if exact else max(stored.global_step, progress.global_step)
+    for table, steps in zip(tables, progress.steps, strict=True):
+        table.steps = steps if exact else max(table.steps, steps)
+
+
+def require_fitting(entry: Entry, tables: Sequence[StateBackend]) -> None:
+    """Raise `StateCorruptError` when a journal entry is about other tables than a state's."""
     for index, rows, raw in entry.parts:
-        backend = tables[index].backend if index < len(tables) else None
-        if backend is None or raw.shape[1] != backend.schema.dtype.itemsize:
+        table = tables[index] if index < len(tables) else None
+        if table is None or raw.shape[1] != table.schema.dtype.itemsize:
             raise StateCorruptError(
                 f"entry {entry.sequence} of the journal does not fit the state's tables: restore the "
                 "directory from a copy"
             )
-        if len(rows) and not (rows[0] >= 0 and rows[-1] < len(backend)):
+        if len(rows) and not (rows[0] >= 0 and rows[-1] < len(table)):
             raise StateCorruptError(
                 f"entry {entry.sequence} of the journal names rows outside table {index}: restore the "
                 "directory from a copy"
             )
+
+
+def _apply(tables: Sequence[Table], entry: Entry, which: Which) -> None:
+    require_fitting(entry, [table.backend for table in tables])
+    for index, rows, raw in entry.parts:
+        backend = tables[index].backend
         records = np.ascontiguousarray(raw).view(backend.schema.dtype)[:, 0]
-        if by_stamp:
-            older = np.flatnonzero(backend.read(rows)["s"] <= records["s"])
-            rows, records = np.ascontiguousarray(rows[older]), np.ascontiguousarray(records[older])
+        if which != "all":
+            # Of the same step, the journal's is the later one, unless entries after it are lost.
+            there = backend.read(rows)["s"]
+            wanted = np.flatnonzero(there <= records["s"] if which == "not older" else there < records["s"])
+            rows, records = np.ascontiguousarray(rows[wanted]), np.ascontiguousarray(records[wanted])
         backend.reserve(rows)
         backend.write(rows, records)
 
@@ -265,14 +295,10 @@ def _apply(tables: Sequence[Table], entry: Entry, by_stamp: bool) -> None:
 def _salvage(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
     """Take what a loss of power under ``"process"`` has left, and say what is missing."""
     stored.exports = {}
-    try:
-        replay(path, stored, tables, by_stamp=True)
-        journal = ""
-    except StateCorruptError:
-        journal = ", and the journal is not whole either"
+    fault = replay(path, stored, tables, by_stamp=True)
+    journal = f", and the journal {fault}" if fault else ""
     losses = [survey(table, stored.durable_step) for table in tables]
-    newest = max((loss.newest - 1 for loss in losses), default=0)
-    stored.global_step = max(stored.global_step, newest)
+    stored.global_step = max(stored.global_step, *(loss.newest - 1 for loss in losses), 0)
     torn, unsure = sum(len(loss.torn) for loss in losses), sum(loss.unsure for loss in losses)
     advice = f": `dsa repair {path}` lists and resets them" if torn else ""
     notify(
@@ -285,24 +311,27 @@ def _salvage(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
     )
 
 
-def survey(table: Table, durable_step: int) -> Loss:
-    """Read a whole table for what a loss of power has left of it.
+def survey(table: Table, durable_step: int, advance: Callable[[int], object] = lambda size: None) -> Loss:
+    """Read a whole table for what a loss of power, or damage, has left of it.
 
     Args:
         table: The table.
         durable_step: The last step that the device is known to hold.
+        advance: Is told of bytes that were read.
     """
     torn: list[Rows] = []
     newest = unsure = 0
     for first, records in table.backend.scan(0, len(table)):
-        stamps = records["s"]
-        torn.append(first + np.flatnonzero(implausible_rows(records)))
-        newest = max(newest, int(stamps.max()))
-        unsure += int((stamps > durable_step).sum())
+        broken = implausible_rows(records) | outside_rows(records, table.k)
+        stamps = records["s"][~broken]
+        torn.append(first + np.flatnonzero(broken))
+        newest = max(newest, int(stamps.max(initial=0)))
+        unsure += int((stamps > stamp_of(durable_step)).sum())
+        advance(records.nbytes)
     return Loss(np.concatenate(torn), newest, unsure)
 
 
-def _make_anew(path: Path, tables: Sequence[Table], storage: Storage) -> None:
+def make_anew(path: Path, tables: Sequence[Table], storage: Storage) -> None:
     """Copy each table to a file of its own, whose blocks the device has not refused."""
     for table in tables:
         old = table.backend

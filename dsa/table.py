@@ -29,6 +29,7 @@ __all__ = [
     "describe_table",
     "fill_untouched",
     "implausible_rows",
+    "outside_rows",
     "read_records",
     "read_weights",
     "require_plausible",
@@ -187,6 +188,14 @@ def implausible_rows(records: Records) -> NDArray[np.bool_]:
         start += position + 1
         broken[start - 1] = True
     return broken
+
+
+def outside_rows(records: Records, k: float) -> NDArray[np.bool_]:
+    """Tell which records have a weight outside the ball of curvature -k, ``(B,)`` bool."""
+    if k == 0.0 or "w" not in (records.dtype.names or ()):
+        return np.zeros(len(records), np.bool_)
+    squares = np.einsum("ij,ij->i", records["w"], records["w"], dtype=np.float64)
+    return np.asarray(k * squares > 1.0)
 
 
 def require_plausible(table: Table, first: int, records: Records) -> None:
