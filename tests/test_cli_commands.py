@@ -238,7 +238,7 @@ def test_looking_beside_training(run, folder):
         optimizer.step(batch(STEPS["end"]))
         code, out, _ = run("inspect run")
         assert code == 0
-        assert "not closed, step 41" in out
+        assert "open, step 41" in out
         code, out, _ = run("verify run")
         assert code == 0
         assert "note: it was not closed: a process has it open, or was killed" in out

@@ -5,8 +5,8 @@ after a kill or a loss of power, sees the old shard or the new one, whole. The p
 in memory, 16 bytes for each.
 
 A chunk that can't be decompressed, or fails zstd's checksum, is damage to its rows: whoever asked for it is
-told. A shard that another process has replaced since its index was read is not damage: its index is read
-anew, and if there is none, as in a file that was cut, that is an error.
+told. A shard that another process has replaced since its index was read is an error to whoever writes the
+table; who only reads it goes on with the new one.
 """
 
 from __future__ import annotations
@@ -79,13 +79,23 @@ class CompressedArray:
         layout: How the array is cut.
         field: The field's place in the record.
         offset: Where the field lies in a record, in bytes.
+        follows: Whether another process may replace shards.
 
     Raises:
         StateCorruptError: a shard is missing, truncated, extended, damaged in its index or another one.
     """
 
-    def __init__(self, table: Path, identity: str, layout: ArrayLayout, field: int, offset: int) -> None:
-        self._table, self._identity, self._field = table, identity, field
+    def __init__(
+        self,
+        table: Path,
+        identity: str,
+        layout: ArrayLayout,
+        field: int,
+        offset: int,
+        *,
+        follows: bool = False,
+    ) -> None:
+        self._table, self._identity, self._field, self._follows = table, identity, field, follows
         self.layout = layout
         self.unit = unit_of(layout.spec.row_bytes)
         self.column = offset // self.unit.itemsize
@@ -112,7 +122,8 @@ class CompressedArray:
             The positions of chunks that are damaged, whose blocks are zero.
 
         Raises:
-            StateCorruptError: a shard is missing, or its index is damaged.
+            StateCorruptError: a shard is missing, or not the one whose index was read; where shards are
+                followed, its index is damaged.
         """
         damaged = []
         for shard, begin, end in self._by_shard(chunks):
@@ -120,8 +131,10 @@ class CompressedArray:
                 known = self._known(shard)
                 opened = self._open(shard)
             with opened as file:
-                places = self._places_in(shard, file.fileno(), known)
-                spans = places.spans[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
+                if self._follows and _identity(file.fileno()) != known.file:
+                    known = self._places[shard] = self._places_in(shard, file)
+                self._require_same(shard, file.fileno(), known)
+                spans = known.spans[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
                 for k, (offset, length) in enumerate(spans, begin):
                     data = system.read_at(file.fileno(), length, offset) if length else b""
                     if not self._decode(data, blocks[k]):
@@ -217,20 +230,16 @@ class CompressedArray:
         places = self._places[shard]
         if places is None:
             with self._open(shard) as file:
-                places = self._places[shard] = self._read_places(shard, file.fileno())
+                places = self._places[shard] = self._places_in(shard, file)
         return places
 
-    def _places_in(self, shard: int, file: int, known: _Places) -> _Places:
-        """Return where the chunks of an open shard are, which another process may have replaced."""
-        return known if _identity(file) == known.file else self._read_places(shard, file)
-
-    def _read_places(self, shard: int, file: int) -> _Places:
+    def _places_in(self, shard: int, file: io.FileIO) -> _Places:
         layout = self.layout
         where, path = self._name(shard), self._files[shard]
         tail = LABEL_BYTES + index_bytes(layout.chunks_per_shard)
-        identity = _identity(file)
+        identity = _identity(file.fileno())
         data_bytes = identity[2] - tail
-        stored = system.read_at(file, tail, data_bytes) if data_bytes >= 0 else b""
+        stored = system.read_at(file.fileno(), tail, data_bytes) if data_bytes >= 0 else b""
         sizes = f"{identity[2]:,} bytes, of which the last {tail:,} should be its label and index"
         try:
             places = read_index(layout, stored[LABEL_BYTES:], data_bytes)

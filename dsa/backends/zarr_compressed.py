@@ -4,6 +4,9 @@ A read decompresses the chunks of its rows, 64 rows each, unless the cache has t
 shard that holds one of its rows, once, each of its chunks at most once: it is meant for large batches, which
 `dsa.writer.WriteBehind` collects. Space is taken as rows are written; a full disk is an error of `write`.
 
+Opened for reading only, it goes on when another process replaces shards: each chunk is of the old shard or
+the new one. What its cache holds is of the moment when it was read.
+
 Damage is noticed: by the checksum of an index when the table is opened, by that of a chunk when it is read.
 The rows of a damaged chunk are handed out with the stamp `dsa.schema.TORN`, and what else they hold is zero;
 where records have no stamp to say so, it is an error.
@@ -241,7 +244,12 @@ class CompressedZarrBackend:
     def _open_arrays(self) -> list[CompressedArray]:
         return [
             CompressedArray(
-                self._path, self._description["id"], layout, number, self._schema.offset(layout.spec.name)
+                self._path,
+                self._description["id"],
+                layout,
+                number,
+                self._schema.offset(layout.spec.name),
+                follows=not self._writable,
             )
             for number, layout in enumerate(self._layouts)
         ]

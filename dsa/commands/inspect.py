@@ -23,7 +23,7 @@ Tables, shapes, steps, rows that were touched, how often, norms, moments, rows a
 implausible rows, and the disk that is really used. Everything is read once; nothing is changed, and a
 process may be training there.
 
-JSON: kind, checkpoint, global_step, tables, path, status, change, journal_bytes."""
+JSON: kind, checkpoint, global_step, tables, path, status, journal_bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

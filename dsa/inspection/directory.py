@@ -21,13 +21,14 @@ from dsa.errors import (
     StateNotFoundError,
 )
 from dsa.inspection.tail import Kept, Tail, read_entries, still_counting
+from dsa.journal import salvage_journal
 from dsa.journal_format import BODY, Slot, read_header
 from dsa.legacy import find_legacy
 from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata
 from dsa.progress import Progress
 from dsa.recovery import is_copy
 
-__all__ = ["Mark", "ObservedDirectory", "file_sizes"]
+__all__ = ["Mark", "ObservedDirectory", "file_sizes", "nothing_there"]
 
 _TRIES: Final = 20
 _PAUSE: Final = 0.002
@@ -42,11 +43,13 @@ class Mark(NamedTuple):
         stamp: What tells one description file from the next.
         slot: The journal's header; None when the tables hold everything there is.
         silent: Whether someone may be writing without a journal that would tell.
+        broken: Whether there is a journal whose header can't be read; what is whole of the rest counts.
     """
 
     stamp: Stamp
     slot: Slot | None
     silent: bool = False
+    broken: bool = False
 
     @property
     def era(self) -> tuple[Stamp, int] | None:
@@ -66,6 +69,12 @@ class ObservedDirectory:
 
     Args:
         path: The directory.
+        tolerant: Go on when the journal is damaged, with what is whole of it, and say so in `fault`. So it is
+            done anyway where recovery would.
+
+    Attributes:
+        fault: What is wrong with the journal, in words that go on after "the journal"; empty if nothing is.
+        spared: Whether records of its are damaged that the tables hold, so that nobody needs them.
 
     Raises:
         StateNotFoundError: it holds no state.
@@ -74,12 +83,21 @@ class ObservedDirectory:
         StateIncompleteError: its creation was interrupted, or is under way.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, tolerant: bool = False) -> None:
         self.path = path
+        self.fault = ""
+        self.spared = False
+        self._tolerant = tolerant
         self._stamp, self._metadata = self._load()
         self._tables = _layout(self._metadata)
         self._tail: tuple[Mark, Tail] | None = None
-        self._kept = Kept([], 0)
+        self._broken_at: Stamp | None = None
+        self._kept = Kept([], 0, spared=False)
+
+    @property
+    def stamp(self) -> Stamp:
+        """What tells the description that was read last from others."""
+        return self._stamp
 
     @property
     def identity(self) -> str:
@@ -132,9 +150,11 @@ class ObservedDirectory:
                 fault = "is missing"
             except ValueError as error:
                 fault = str(error)
-            if self._does_without():
-                return Mark(stamp, None)
+            if self._broken_at == stamp or self._does_without():
+                return self._broken(stamp, fault)
             time.sleep(_PAUSE)  # whoever opens or closes the directory may be half-way
+        if self._tolerant:
+            return self._broken(stamp, fault)
         raise self._corrupt(fault)
 
     def tail(self, mark: Mark) -> Tail | None:
@@ -143,20 +163,26 @@ class ObservedDirectory:
         Raises:
             StateCorruptError: an entry that counts can't be read.
         """
-        if mark.slot is None:
+        if mark.slot is None and not mark.broken:
             return Tail([])
         if self._tail is not None and self._tail[0] == mark:
             return self._tail[1]
+        if mark.slot is None:
+            self._tail = (mark, self._salvaged())
+            return self._tail[1]
         same = self._tail is not None and self._tail[0].stamp == mark.stamp
-        kept = still_counting(self._kept, mark.slot) if same else Kept([], mark.slot.head)
+        kept = still_counting(self._kept, mark.slot) if same else Kept([], mark.slot.head, spared=False)
         with contextlib.suppress(FileNotFoundError), self._journal() as file:
             kept = read_entries(file, mark.slot, kept)
         following = mark.slot.head_sequence + len(kept.entries)
         if following <= mark.slot.last:
             if self.mark() != mark:
                 return None
-            if not self._does_without():
+            if not (self._tolerant or self._does_without()):
                 raise self._corrupt(f"is damaged in entry {following} of {mark.slot.last}")
+            self._tail = (mark, self._salvaged())
+            return self._tail[1]
+        self.spared = kept.spared
         self._kept, self._tail = kept, (mark, Tail(kept.entries))
         return self._tail[1]
 
@@ -167,7 +193,8 @@ class ObservedDirectory:
             global_step: Where the state stands; what was exported later is of a history that was lost.
         """
         metadata = self._metadata
-        if self.restarted or (metadata.status == "open" and metadata.durability == "none"):
+        silent = metadata.status == "open" and not metadata.journal
+        if silent or self.fault or self.restarted or self.copied or metadata.failed:
             return {}
         return {root: step for root, step in metadata.exports.items() if step <= global_step}
 
@@ -194,7 +221,13 @@ class ObservedDirectory:
     @property
     def copied(self) -> bool:
         """Whether it is a copy that was made while a process had the state open."""
-        return is_copy(self.path, self._metadata)
+        while True:
+            metadata = self.metadata()
+            if metadata.status != "open" or not is_copy(self.path, metadata):
+                return False
+            # Files that were replaced meanwhile have other numbers too.
+            if _stamp(self.path) == self._stamp:
+                return True
 
     @property
     def _journal_path(self) -> Path:
@@ -204,8 +237,18 @@ class ObservedDirectory:
         return tuple(int(table["steps"]) for table in self._metadata.tables)
 
     def _does_without(self) -> bool:
-        # Nobody synced the journal of such a state; what a restart has left of it is what there is.
-        return self.restarted
+        # Nobody synced the journal of such a state; what a restart, or copying, has left of it is what there
+        # is.
+        return self.restarted or self.copied
+
+    def _broken(self, stamp: Stamp, fault: str) -> Mark:
+        self.fault, self._broken_at = fault, stamp
+        return Mark(stamp, None, broken=True)
+
+    def _salvaged(self) -> Tail:
+        found = salvage_journal(self._journal_path, self._metadata.journal_identity)
+        self.fault = found.fault
+        return Tail([entry for entry, _ in found.entries])
 
     def _journal(self) -> BinaryIO:
         return self._journal_path.open("rb")
@@ -218,7 +261,7 @@ class ObservedDirectory:
         except (FileNotFoundError, NotADirectoryError):
             metadata = None
         if metadata is None:
-            raise _nothing_there(self.path)
+            raise nothing_there(self.path)
         if metadata.status == "creating":
             raise StateIncompleteError(
                 f"the state in {str(self.path)!r} is being made, or its creation was interrupted "
@@ -256,7 +299,8 @@ def _continues(later: list[tuple[Any, ...]], earlier: list[tuple[Any, ...]]) -> 
     return later[: len(earlier)] == earlier
 
 
-def _nothing_there(path: Path) -> Exception:
+def nothing_there(path: Path) -> Exception:
+    """Return the error about a directory without a description: what it is instead of a state."""
     release = find_legacy(path)
     if release is not None:
         return StateMismatchError(

@@ -59,17 +59,16 @@ class OverlaidBackend:
             StateClosedError: the view was closed, or the state removed or replaced.
             StateCorruptError: the journal is damaged.
         """
-        for attempt in range(_TRIES):
-            before = self._directory.mark()
-            try:
-                records = self._current(before).read(rows, out)
-            except StateCorruptError:
-                # A file that is replaced while it is read looks like a damaged one.
-                if self._renew is None or attempt == _TRIES - 1:
-                    raise
-                self._era = None
-                continue
-            if self._complete(before, rows, records):
+        records, whole = self._read(rows, out)
+        for _ in range(_TRIES):
+            torn = np.flatnonzero(records["s"] < 0)
+            if not len(torn):
+                break
+            # Whoever trains may have been writing these at the moment. Those that stay as they are, are torn.
+            again, whole_again = self._read(rows[torn], None)
+            stays = (whole or whole_again) and again.tobytes() == records[torn].tobytes()
+            records[torn], whole = again, whole_again
+            if stays:
                 break
         return records
 
@@ -83,7 +82,8 @@ class OverlaidBackend:
         before = self._directory.mark()
         for first, records in self._backend.scan(start, stop):
             rows = np.arange(first, first + len(records))
-            yield first, records if self._complete(before, rows, records) else self.read(rows)
+            good = self._complete(before, rows, records) and not (records["s"] < 0).any()
+            yield first, records if good else self.read(rows)
             before = self._directory.mark()
 
     def hint(self, rows: Rows) -> None:
@@ -115,6 +115,26 @@ class OverlaidBackend:
     def describe(self) -> dict[str, Any]:
         """Return the table's own description."""
         return self._backend.describe()
+
+    def _read(self, rows: Rows, out: Records | None) -> tuple[Records, bool]:
+        """Return records with what the journal says of them, and whether they are of one step."""
+        fault = None
+        records = None
+        for attempt in range(_TRIES):
+            before = self._directory.mark()
+            try:
+                records = self._current(before).read(rows, out)
+            except StateCorruptError as error:
+                # Of a directory that moves on, files are replaced and removed while they are read. What is
+                # damaged stays so while the description stays, which names them.
+                if fault == (before.stamp, str(error)) or attempt == _TRIES - 1:
+                    raise
+                fault, self._era = (before.stamp, str(error)), None
+                continue
+            if self._complete(before, rows, records):
+                return records, True
+        assert records is not None, "the last attempt has read or raised"
+        return records, False
 
     def _current(self, mark: Mark) -> StateBackend:
         """Return the table as its files are, opened again when some may have been replaced."""

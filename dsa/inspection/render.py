@@ -85,7 +85,7 @@ def _headline(summary: StateSummary) -> Text:
         line.append("  ")
     if summary.status is not None:
         line.append(
-            "not closed" if summary.status == "open" else summary.status,
+            summary.status,
             "yellow" if summary.status in ("open", "creating") else "green",
         )
         line.append(", ")

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from dsa.content import StateContent
 from dsa.directories import local_directory
-from dsa.errors import StateClosedError, StateCorruptError
+from dsa.errors import StateClosedError, StateCorruptError, StateWarning
 from dsa.init import from_json
 from dsa.inspection import arrays, text
 from dsa.inspection.directory import ObservedDirectory
@@ -20,6 +20,7 @@ from dsa.inspection.sources import open_source
 from dsa.inspection.table_view import TableView
 from dsa.manifolds import curvature_from_json
 from dsa.metadata import METADATA_NAME
+from dsa.notices import notify
 from dsa.progress import Progress
 from dsa.table import Table
 
@@ -29,6 +30,8 @@ else:
     DataTree = Any  # so that annotations can be looked up where xarray is not installed
 
 __all__ = ["StateView", "open_state"]
+
+_TRIES: Final = 20
 
 
 def open_state(path: str | os.PathLike[str]) -> StateView:
@@ -60,7 +63,14 @@ def open_state(path: str | os.PathLike[str]) -> StateView:
         ((1000, 2), 1, 1)
         >>> optimizer.close()
     """
-    return StateView(Path(local_directory(path, "path")).absolute())
+    view = StateView(Path(local_directory(path, "path")).absolute())
+    if view.copied:
+        notify(
+            f"{str(view.path)!r} is a copy that was made while a process had the state open, so that its "
+            f"files are of different moments: `dsa repair {view.path}` makes a state of what is whole",
+            StateWarning,
+        )
+    return view
 
 
 @final
@@ -71,25 +81,40 @@ class StateView:
 
     Args:
         path: The directory, absolute.
+        tolerant: See `ObservedDirectory`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._directory = ObservedDirectory(path)
+    def __init__(self, path: Path, *, tolerant: bool = False) -> None:
         self._closed = False
         self._overlaid: list[OverlaidBackend] = []
-        tables: dict[str, TableView] = {}
-        try:
-            for index, stored in enumerate(self._directory.metadata().tables):
-                source = open_source(path, stored)
-                self._overlaid.append(OverlaidBackend(source, self._directory, index))
-                table = _table_of(path, stored, self._overlaid[-1])
-                tables[table.name] = TableView(source, self._overlaid[-1], table, self, index)
-            self.standing()
-        except BaseException:
-            self.close()
-            raise
-        self._tables = MappingProxyType(tables)
+        fault = None
+        for attempt in range(_TRIES):
+            self._directory = ObservedDirectory(path, tolerant=tolerant)
+            try:
+                self._tables = MappingProxyType(self._open_tables(path))
+                self.standing()
+                break
+            except (StateCorruptError, StateClosedError) as error:
+                # A table that is replaced meanwhile looks like one that is missing: what is damaged stays so
+                # while the description stays.
+                _close_all(self._overlaid)
+                if fault == (self._directory.stamp, str(error)) or attempt == _TRIES - 1:
+                    raise
+                fault = (self._directory.stamp, str(error))
+            except BaseException:
+                self.close()
+                raise
         weakref.finalize(self, _close_all, self._overlaid).atexit = False
+
+    def _open_tables(self, path: Path) -> dict[str, TableView]:
+        tables = {}
+        for index, stored in enumerate(self._directory.metadata().tables):
+            source = open_source(path, stored)
+            overlaid = OverlaidBackend(source, self._directory, index)
+            self._overlaid.append(overlaid)
+            table = _table_of(path, stored, overlaid)
+            tables[table.name] = TableView(source, overlaid, table, self, index)
+        return tables
 
     @property
     def path(self) -> Path:
@@ -114,6 +139,16 @@ class StateView:
         a process whose steps are too fast to be looked at between two of them.
         """
         return self.standing().global_step
+
+    @property
+    def copied(self) -> bool:
+        """Whether it is a copy that was made while a process had the state open."""
+        return self._directory.copied
+
+    @property
+    def observed(self) -> ObservedDirectory:
+        """What the directory says of itself."""
+        return self._directory
 
     @property
     def closed(self) -> bool:
@@ -192,8 +227,8 @@ class StateView:
 
 
 def _close_all(backends: list[OverlaidBackend]) -> None:
-    for backend in backends:
-        backend.close()
+    while backends:
+        backends.pop().close()
 
 
 def _table_of(path: Path, stored: Mapping[str, Any], backend: OverlaidBackend) -> Table:

@@ -149,7 +149,11 @@ class TableView:
         self._state.require_open()
         if field not in self.fields:
             raise KeyError(f"table {self.name!r} has no field {field!r}: use one of {', '.join(self.fields)}")
-        return self._source.field(field)
+        try:
+            return self._source.field(field)
+        except (OSError, ValueError):
+            self._state.standing()  # which says so when the state was replaced
+            raise
 
     def read(self, rows: NDArray[Any] | Sequence[int], *, initial: bool = True) -> Records:
         """Return the records of some rows as training would read them. The values are not judged.

@@ -22,10 +22,17 @@ _HEAD_BYTES: Final = 4096
 
 
 class Kept(NamedTuple):
-    """Entries of the journal in order, and where in the ring the next one may begin."""
+    """Entries of the journal, read from the file.
+
+    Args:
+        entries: In order.
+        end: Where in the ring the next one may begin.
+        spared: Whether the records of one are damaged, which the tables hold.
+    """
 
     entries: list[Entry]
     end: int
+    spared: bool
 
 
 @final
@@ -34,11 +41,11 @@ class Tail:
 
     def __init__(self, entries: list[Entry]) -> None:
         self.note = entries[-1].note if entries else None
-        self._entries = entries
+        self.entries = entries
         self._merged: dict[int, tuple[Rows, NDArray[Any]]] = {}
 
     def lay_over(self, index: int, rows: Rows, records: Records) -> None:
-        """Replace those records that the journal knows better.
+        """Replace those records that the journal knows better: torn ones, and none of a later step.
 
         Args:
             index: The table's position in the state.
@@ -58,13 +65,14 @@ class Tail:
             )
         places = np.minimum(np.searchsorted(known, rows), len(known) - 1)
         hits = np.flatnonzero(known[places] == rows)
-        newest = np.ascontiguousarray(raw[places[hits]])
-        records[hits] = newest.view(records.dtype)[:, 0]
+        newest = np.ascontiguousarray(raw[places[hits]]).view(records.dtype)[:, 0]
+        known_better = records["s"][hits] <= newest["s"]
+        records[hits[known_better]] = newest[known_better]
 
     def _of_table(self, index: int) -> tuple[Rows, NDArray[Any]]:
         if index not in self._merged:
             self._merged[index] = _newest(
-                [part for entry in self._entries for part in entry.parts if part.table == index]
+                [part for entry in self.entries for part in entry.parts if part.table == index]
             )
         return self._merged[index]
 
@@ -73,28 +81,38 @@ def still_counting(kept: Kept, slot: Slot) -> Kept:
     """Return those of the entries read before that the journal still keeps: they don't change."""
     entries = [entry for entry in kept.entries if entry.sequence >= slot.head_sequence]
     if not entries or entries[0].sequence > slot.head_sequence:
-        return Kept([], slot.head)
-    return Kept(entries, kept.end)
+        return Kept([], slot.head, spared=False)
+    return Kept(entries, kept.end, kept.spared)
 
 
 def read_entries(file: BinaryIO, slot: Slot, kept: Kept) -> Kept:
     """Return the committed entries in order, from the oldest kept, as far as they are whole."""
     size = os.fstat(file.fileno()).st_size
-    entries, place = list(kept.entries), kept.end
+    entries, place, spared = list(kept.entries), kept.end, kept.spared
     while True:
-        # An entry follows the one before it, or starts the ring again.
-        for start in (place, 0):
-            sequence = slot.head_sequence + len(entries)
-            entry = _read_entry(file, BODY + start, sequence, size, applied=sequence <= slot.applied)
-            if entry is not None:
-                break
+        sequence = slot.head_sequence + len(entries)
+        entry, start = _entry_at(file, place, sequence, size, applied=False)
+        if entry is None and sequence <= slot.applied:
+            entry, start = _entry_at(file, place, sequence, size, applied=True)
+            spared |= entry is not None
         if entry is None:
-            return Kept(entries, place)
+            return Kept(entries, place, spared)
         entries.append(entry)
         place = start + entry.end
 
 
-def _read_entry(file: BinaryIO, start: int, sequence: int, size: int, *, applied: bool) -> Entry | None:
+def _entry_at(
+    file: BinaryIO, place: int, sequence: int, size: int, *, applied: bool
+) -> tuple[Entry | None, int]:
+    # An entry follows the one before it, or starts the ring again.
+    for start in (place, 0):
+        entry = _read_entry(file, BODY + start, sequence, size, applied)
+        if entry is not None:
+            return entry, start
+    return None, 0
+
+
+def _read_entry(file: BinaryIO, start: int, sequence: int, size: int, applied: bool) -> Entry | None:
     file.seek(start)
     head = file.read(_HEAD_BYTES)
     length = entry_length(head, sequence)

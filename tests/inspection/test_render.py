@@ -143,4 +143,4 @@ def test_bars():
 def test_a_run_in_progress(tmp_path):
     with build(tmp_path, {"entity": init.Zeros(50, 2)}, k=0.0) as optimizer:
         train(optimizer, 1, tables={"entity": init.Zeros(50, 2)})
-        assert "  not closed, step 1, " in render(summarize(tmp_path))
+        assert "  open, step 1, " in render(summarize(tmp_path))
