@@ -13,6 +13,7 @@ if _typing.TYPE_CHECKING:
     from dsa.inspection import open_state, summarize
     from dsa.optimizer import DiskSparseRiemannianAdam
     from dsa.prefetch import lookahead
+    from dsa.repairs import repair
     from dsa.sparse_adam import DiskSparseAdam
     from dsa.transfer import export_directory as export_checkpoint
     from dsa.transfer import export_directory_weights as export_weights
@@ -41,6 +42,7 @@ __all__ = [
     "migrate",
     "open_checkpoint",
     "open_state",
+    "repair",
     "split_parameters",
     "summarize",
     "verify",
@@ -66,6 +68,7 @@ _HOMES = {
     "migrate": ("dsa.transfer", "migrate"),
     "open_checkpoint": ("dsa.checkpoint", "open_checkpoint"),
     "open_state": ("dsa.inspection", "open_state"),
+    "repair": ("dsa.repairs", "repair"),
     "split_parameters": ("dsa.gradients", "split_parameters"),
     "summarize": ("dsa.inspection", "summarize"),
     "verify": ("dsa.verification", "verify"),

@@ -72,6 +72,11 @@ COMMANDS: Final = {
         "find out whether a state directory or a checkpoint is whole",
         ("dsa verify checkpoints/step-20", "dsa verify run"),
     ),
+    "repair": Command(
+        "dsa.commands.repair",
+        "make a state directory that is damaged usable again, and list what was lost",
+        ("dsa repair run --dry-run", "dsa repair run"),
+    ),
     "export": Command(
         "dsa.commands.export",
         "write a checkpoint of a state directory, or its weights",

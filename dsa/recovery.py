@@ -43,6 +43,8 @@ from dsa.table_files import drain_backend, match_kind, match_layout, open_backen
 __all__ = [
     "Loss",
     "continue_state",
+    "defects",
+    "doubts",
     "is_copy",
     "make_anew",
     "match_content",
@@ -101,7 +103,7 @@ def continue_state(
         match_kind(name, description["backend"], storage.backend)
     if storage.backend is None and stored.tables:
         storage = replace(storage, backend=stored_layout(stored.tables[0]))
-    if stored.status == "open" and is_copy(path, stored):
+    if is_copy(path, stored):
         raise StateCorruptError(
             f"{str(path)!r} is a copy that was made while a process had the state open, so that its files "
             "are of different moments: copy it when it is closed, or export a checkpoint from the process "
@@ -184,8 +186,49 @@ def open_tables(path: Path, stored: Metadata, storage: Storage) -> list[Table]:
 
 def is_copy(path: Path, stored: Metadata) -> bool:
     """Tell whether the files in a directory are other ones than those that a process had open."""
+    if stored.status != "open":
+        return False
     found = file_numbers(path, [name for name in stored.files if name != "."])
     return any(found.get(name, number) != number for name, number in stored.files.items())
+
+
+def defects(stored: Metadata, *, copied: bool) -> list[str]:
+    """Return what is wrong with a state by its description, in words.
+
+    Args:
+        stored: The description.
+        copied: Whether its files are other ones, see `is_copy`.
+    """
+    found = []
+    if stored.failed:
+        found.append(
+            f"the device refused to keep it ({stored.failed}): what was written after step "
+            f"{stored.durable_step} may be gone"
+        )
+    if copied:
+        found.append(
+            "it is a copy that was made while a process had the state open: its files are of different "
+            "moments"
+        )
+    return found
+
+
+def doubts(stored: Metadata) -> list[str]:
+    """Return why a state may lack steps of which nobody can tell, in words."""
+    if stored.status != "open":
+        return []
+    found = []
+    if not stored.journal:
+        found.append(
+            "it was not closed and has no journal (durability='none'): its last steps may be there in part, "
+            "and the count of steps is that of the last flush"
+        )
+    if stored.boot != system.boot_identity() and stored.durability != "power":
+        found.append(
+            "the machine was restarted while it was open: with "
+            f"durability={stored.durability!r} that may have lost or torn steps"
+        )
+    return found
 
 
 def _recover(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:

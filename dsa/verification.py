@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,7 +11,6 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from dsa import system
 from dsa.checkpoint import Checkpoint, OpenedContent, open_content
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.checkpoint.places import StorageOptions
@@ -20,19 +20,22 @@ from dsa.errors import (
     CheckpointError,
     CheckpointIncompleteError,
     CheckpointNotFoundError,
+    StateClosedError,
     StateCorruptError,
     StateIncompleteError,
 )
-from dsa.inspection import StateView, TableView, open_state
+from dsa.inspection import StateView, TableView
 from dsa.kernels.checks import describe_fault, first_implausible
-from dsa.metadata import owned_files, read_metadata, table_file_name
-from dsa.recovery import is_copy
+from dsa.metadata import journal_files, owned_files, table_file_name
+from dsa.recovery import defects, doubts
 from dsa.schema import Records
 from dsa.subjects import Kind, find_checkpoint, state_directory
+from dsa.table import outside_rows
 
 __all__ = ["Verification", "verify"]
 
 _MOST_PER_TABLE: Final = 5
+_TRIES: Final = 5
 
 _Damage = (StateCorruptError, StateIncompleteError, CheckpointCorruptError, CheckpointIncompleteError)
 
@@ -79,10 +82,10 @@ def verify(
 ) -> Verification:
     """Find out whether a state directory or a checkpoint is whole; nothing of it is changed.
 
-    Of a checkpoint every block is compared with its checksum, and of a differential one its base's too. Of a
-    state directory the description, the headers and sizes of its files and its journal are checked, and every
-    record: for its checksum, and for what no training produces. A whole record that is an older one of its
-    own is found in a checkpoint only.
+    Of a checkpoint every block is compared with its checksum, and of a differential one its base's too. A
+    state directory its description, the headers and sizes of its files and its journal are checked, and of
+    every record its checksum, and whether its values are some that training produces. What can't be found is
+    a record that is whole and of an earlier step than it should be.
 
     Args:
         url: A state directory, or a checkpoint at a path or an fsspec URL.
@@ -107,16 +110,28 @@ def verify(
     name = os.fspath(url)
     directory = state_directory(url, storage_options)
     if directory is not None:
-        try:
-            with open_state(directory) as view:
-                return _verified_state(view, progress)
-        except _Damage as error:
-            return Verification(str(directory), "state", None, 0, 0, (str(error),))
+        return _verified_directory(directory, progress)
     try:
         checkpoint = find_checkpoint(url, storage_options)
     except _Damage as error:
         return Verification(name, None, None, 0, 0, (str(error),))
     return _verified_checkpoint(checkpoint, base, progress, storage_options)
+
+
+def _verified_directory(directory: Path, progress: Progress) -> Verification:
+    for _ in range(_TRIES):
+        # A process that trains may replace whole tables meanwhile.
+        with contextlib.suppress(StateClosedError):
+            return _verified_once(directory, progress)
+    return _verified_once(directory, progress)
+
+
+def _verified_once(directory: Path, progress: Progress) -> Verification:
+    try:
+        with StateView(directory.absolute(), tolerant=True) as view:
+            return _verified_state(view, progress)
+    except _Damage as error:
+        return Verification(str(directory), "state", None, 0, 0, (str(error),))
 
 
 def _verified_checkpoint(
@@ -243,13 +258,10 @@ class _Latest:
 
 def _outside(table: TableView, first: int, records: Records) -> list[str]:
     """Return what is wrong with the first row outside the ball, if there is one."""
-    if table.k == 0.0 or "w" not in table.fields:
-        return []
-    squares = np.einsum("ij,ij->i", records["w"], records["w"], dtype=np.float64)
-    places = np.flatnonzero(table.k * squares > 1.0)
+    places = np.flatnonzero(outside_rows(records, table.k))
     if not len(places):
         return []
-    norm = float(np.sqrt(squares[places[0]]))
+    norm = float(np.linalg.norm(records["w"][places[0]].astype(np.float64)))
     return [
         f"row {first + int(places[0])} of table {table.name!r} can't be used: its norm {norm:.6g} is outside "
         f"the ball of radius {table.k**-0.5:.6g}"
@@ -257,45 +269,35 @@ def _outside(table: TableView, first: int, records: Records) -> list[str]:
 
 
 def _is_unsure(view: StateView) -> bool:
-    """Tell whether the count of steps is only that of the last flush."""
-    stored = read_metadata(view.path)
-    return stored is None or (stored.status == "open" and stored.durability == "none")
+    """Tell whether rows may be of later steps than the state is known to stand at."""
+    stored = view.observed.metadata()
+    return bool(view.observed.fault or defects(stored, copied=view.copied) or doubts(stored))
 
 
 def _standing(view: StateView) -> tuple[list[str], list[str]]:
     """Return what is wrong with the state as a whole, and what is good to know of it."""
-    problems: list[str] = []
+    stored = view.observed.metadata()
+    problems = defects(stored, copied=view.copied)
+    if fault := view.observed.fault:
+        problems.append(f"its journal {fault}, so that its last steps may be lost, or there in part")
+    problems = [f"{each}; `dsa repair {view.path}` takes what is whole of it" for each in problems]
     remarks: list[str] = []
-    stored = read_metadata(view.path)
-    if stored is None:
-        return problems, remarks
-    if stored.status == "open":
+    if stored.status == "open" and stored.journal and not problems:
         remarks.append(
             "it was not closed: a process has it open, or was killed; the next opening replays its journal, "
             "which is whole"
-            if stored.durability != "none"
-            else "it was not closed and has no journal (durability='none'): its last steps may be torn, and "
-            "the count of steps is that of the last flush"
         )
-        if stored.durability == "process" and stored.boot != system.boot_identity():
-            remarks.append(
-                "the machine was restarted while it was open: with durability='process' that may have lost "
-                "or torn steps"
-            )
-    if stored.status == "open" and is_copy(view.path, stored):
-        problems.append(
-            "it is a copy that was made while a process had the state open: its files are of different "
-            f"moments; `dsa repair {view.path}` takes what is whole"
-        )
-    if stored.failed:
-        problems.append(
-            f"the device refused to keep it ({stored.failed}): what was written after step "
-            f"{stored.durable_step} may be gone; opening it makes its files anew"
-        )
+    remarks += doubts(stored)
+    if view.observed.spared:
+        remarks.append("its journal is damaged in records that the tables hold, so that nothing is lost")
     names = {
         table_file_name(str(t["name"]), t.get("generation", 0), t["backend"]["kind"]) for t in stored.tables
     }
-    left = [each.name for each in owned_files(Path(view.path)) if each.name not in names]
+    left = [each.name for each in owned_files(view.path) if each.name not in names]
     if left:
         remarks.append(f"table files that no description names: {', '.join(left)}")
+    journal = stored.journal_name if stored.journal else ""
+    left = [each.name for each in journal_files(view.path) if each.name != journal]
+    if left:
+        remarks.append(f"journals of an earlier or later time: {', '.join(left)}")
     return problems, remarks

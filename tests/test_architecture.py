@@ -25,7 +25,7 @@ FLOORS = [
     ("façades", ["dsa.embedding", "dsa.optimizer", "dsa.sparse_adam"]),
     ("what façades have in common", ["dsa.portable"]),
     ("states to checkpoints and back", ["dsa.transfer"]),
-    ("states and checkpoints compared", ["dsa.comparison", "dsa.verification"]),
+    ("states and checkpoints compared", ["dsa.comparison", "dsa.repairs", "dsa.verification"]),
     ("a state or a checkpoint", ["dsa.subjects"]),
     ("pictures", ["dsa.plots.*"]),
     ("looking at states", ["dsa.inspection.*"]),

@@ -250,12 +250,19 @@ class CompressedArray:
             raise corrupt(self._table, f"has a damaged or foreign file in place of {where}")
         return _Places(identity, np.array(places, np.int64).reshape(-1, 2))
 
+    def _require_same(self, shard: int, file: int, known: _Places) -> None:
+        found = _identity(file)
+        if found != known.file:
+            sizes = f"{found[2]:,} bytes instead of {known.file[2]:,}"
+            what = f"is in use: {self._name(shard)} was replaced or cut by somebody else ({sizes})"
+            raise corrupt(self._table, what)
+
     def _read_chunks(self, shard: int) -> list[bytes | memoryview]:
         known = self._known(shard)
         with self._open(shard) as file:
-            places = self._places_in(shard, file.fileno(), known)
+            self._require_same(shard, file.fileno(), known)
             data = memoryview(file.read())
-        return [data[offset : offset + length] for offset, length in places.spans.tolist()]
+        return [data[offset : offset + length] for offset, length in known.spans.tolist()]
 
     def _decode(self, data: bytes | memoryview, block: Units) -> bool:
         """Decompress a chunk into a block, which is zero if that can't be done; tell whether it could."""

@@ -16,8 +16,9 @@ __all__ = ["DETAILS", "add_arguments", "run"]
 
 DETAILS = """\
 A checkpoint: every block is compared with its checksum, and a differential one together with its base. A
-state directory: description, headers and sizes of files, the journal, and every record, for its checksum and
-for what no training produces. Nothing is changed, and a process may be training there.
+state directory: description, headers and sizes of files, the journal, the checksum of every record, and
+whether its values are some that training produces. What can't be found is a record that is whole and of an
+earlier step than it should be. Nothing is changed, and a process may be training there.
 
 Exit code: 0 whole, 1 damaged, 2 it can't be told.
 

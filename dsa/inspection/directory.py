@@ -223,7 +223,7 @@ class ObservedDirectory:
         """Whether it is a copy that was made while a process had the state open."""
         while True:
             metadata = self.metadata()
-            if metadata.status != "open" or not is_copy(self.path, metadata):
+            if not is_copy(self.path, metadata):
                 return False
             # Files that were replaced meanwhile have other numbers too.
             if _stamp(self.path) == self._stamp:
