@@ -116,7 +116,6 @@ CLOSED = {
     "whole": (nothing, "ok", "silent", "whole"),
     "a bit of a row": (damage_row, "checksum", "silent", "reset"),
     "left-over files": (leave, "no description names", "silent", "whole"),
-    "a failed sync": (lambda path: edit(path, failed="I/O error"), "refused to keep", "refused", "lost"),
 }
 OPEN = {
     "whole": (nothing, "not closed", "silent", "whole"),
@@ -124,7 +123,7 @@ OPEN = {
     "no journal": (lambda path: journal(path).unlink(), "journal is missing", StateCorruptError, "lost"),
     "an empty journal": (
         lambda path: journal(path).write_bytes(b""),
-        "which no journal has",
+        "its journal was not written by dsa",
         StateCorruptError,
         "lost",
     ),
@@ -414,9 +413,10 @@ def test_what_can_not_be_repaired(tmp_path):
         with pytest.raises(StateNotFoundError, match="there is no state"):
             dsa.repair(path)
     assert list(tmp_path.iterdir()) == []
-    write_metadata(tmp_path, Metadata("creating", "", note="making a new state"))
+    (tmp_path / "begun").mkdir()
+    write_metadata(tmp_path / "begun", Metadata("creating", "", note="making a new state"))
     with pytest.raises(StateIncompleteError, match="nothing in it to repair"):
-        dsa.repair(tmp_path)
+        dsa.repair(tmp_path / "begun")
     with build(tmp_path / "run") as optimizer:
         optimizer.step(batch(0))
         optimizer.export_checkpoint(tmp_path / "checkpoint")
