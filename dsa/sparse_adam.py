@@ -80,8 +80,8 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
 
     Args:
         params: As for any torch optimizer: parameters, named parameters, or groups; also a list of iterables
-            of parameters. A name identifies a parameter's table from run to run; without names the order
-            does.
+            of parameters. The first dimension of one is that of its rows, in which gradients are sparse. A
+            name identifies a parameter's table from run to run; without names the order does.
         lr: Learning rate, > 0.
         betas: Decays of the moments, each in [0, 1).
         eps: Floor of the denominator, > 0; added to the uncorrected root, as torch's SparseAdam does.

@@ -1,4 +1,4 @@
-"""`max_norm`: a row that was scaled down and stored is never scaled again, so that a repeated forward is one."""
+"""`max_norm`: a row that was scaled down and stored stays as it is, so that a repeated forward is one."""
 
 import math
 
