@@ -209,7 +209,7 @@ def start(
     journal = begin_life(held, metadata, tables, storage)
     for file in journal_files(held.path):
         if journal is None or file.name != metadata.journal_name:
-            file.unlink(missing_ok=True)
+            system.retried(file.unlink, True)
     sweep(held.path, [(table.name, table.generation) for table in tables])
     return StateDirectory(held, metadata, tables, journal, storage)
 

@@ -125,7 +125,7 @@ class Journal:
             journal._put_slot(journal._slot, sync=True)
         except BaseException:
             os.close(file)
-            path.unlink(missing_ok=True)
+            system.retried(path.unlink, True)
             raise
         return journal
 
@@ -272,7 +272,7 @@ class Journal:
             self._mapping.close()
         os.close(file)
         if remove:
-            self._path.unlink(missing_ok=True)
+            system.retried(self._path.unlink, True)
 
     def _entry_at(self, place: int, sequence: int) -> tuple[Entry | None, int]:
         # An entry follows the one before it, or starts the ring again.

@@ -18,7 +18,7 @@ from dsa.legacy import find_legacy, legacy_files
 from dsa.notices import notify
 from dsa.replacement import write_content
 from dsa.storage import Storage
-from dsa.system import sync_directory
+from dsa.system import retried, sync_directory
 
 __all__ = ["SET_ASIDE", "migrate_in_place", "set_aside"]
 
@@ -59,7 +59,7 @@ def set_aside(path: Path) -> None:
     )
     folder.mkdir(exist_ok=True)
     for file in files:
-        os.replace(file, folder / file.name)
+        retried(os.replace, file, folder / file.name)
     sync_directory(folder)
     sync_directory(path)
     notify(

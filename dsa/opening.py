@@ -13,6 +13,7 @@ from typing import Any
 
 from dsa import system
 from dsa.creation import check_sources, create_state
+from dsa.directories import local_directory
 from dsa.errors import (
     DiskSpaceError,
     StateCorruptError,
@@ -66,7 +67,7 @@ def open_state(
     """
     if not (resume is None or resume is True or resume is False):
         raise TypeError(f"resume={resume!r} is not a choice: pass None, True or False")
-    path = Path(directory).absolute()
+    path = Path(local_directory(directory, "disk_dir")).absolute()
     if resume and not path.is_dir():
         raise _nothing_to_resume(path)
     _refuse_checkpoint(path)
@@ -159,7 +160,7 @@ def migrate_directory(
         StateError: the old state can't be used; nothing has changed.
         DiskSpaceError: there is no room for both; nothing has changed.
     """
-    path = Path(directory).absolute()
+    path = Path(local_directory(directory)).absolute()
     if find_legacy(path) is None:
         raise StateNotFoundError(
             f"there is no state of an older release in {str(path)!r}: pass its directory"

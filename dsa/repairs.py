@@ -309,5 +309,5 @@ def _close(held: HeldDirectory, stored: Metadata, tables: Sequence[Table], found
     held.check()
     write_metadata(path, stored, held.directory)
     for file in journal_files(path):
-        file.unlink(missing_ok=True)
+        system.retried(file.unlink, True)
     sweep(path, [(table.name, table.generation) for table in tables])

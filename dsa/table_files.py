@@ -202,9 +202,9 @@ def match_layout(
 def remove_table_file(file: Path) -> None:
     """Remove the file of a table, if it is there."""
     if file.is_dir() and not file.is_symlink():
-        shutil.rmtree(file)
+        system.retried(shutil.rmtree, file)
     else:
-        file.unlink(missing_ok=True)
+        system.retried(file.unlink, True)
 
 
 def sweep(directory: Path, in_use: Iterable[tuple[str, int]]) -> None:

@@ -24,6 +24,7 @@ from dsa.checkpoint import (
 from dsa.checkpoint.export import ExportOptions
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.content import StateContent, TableContent
+from dsa.directories import local_directory
 from dsa.errors import StateExistsError, StateMismatchError, StateNotFoundError, StateWarning
 from dsa.holding import LOCK_NAME, HeldDirectory
 from dsa.legacy import Curvatures, Shapes, find_legacy, read_legacy
@@ -219,7 +220,8 @@ def export_directory_weights(
 @contextmanager
 def _opened(directory: str | os.PathLike[str]) -> Iterator[StateDirectory]:
     """Open a state directory as it is, and close it at the end."""
-    stored = read_metadata(Path(directory)) if Path(directory).is_dir() else None
+    path = Path(local_directory(directory))
+    stored = read_metadata(path) if path.is_dir() else None
     if stored is None:
         raise StateNotFoundError(
             f"there is no state of this release in {str(directory)!r}: check the path, or migrate the state "
@@ -288,7 +290,7 @@ def _make_metered(
 
 def make_state(directory: str | os.PathLike[str], content: StateContent, storage: Storage) -> None:
     """Make a closed state directory of some content; see `restore`."""
-    path = Path(directory).absolute()
+    path = Path(local_directory(directory)).absolute()
     stored = read_metadata(path) if path.is_dir() else None
     if stored is not None and stored.tables:
         raise StateExistsError(

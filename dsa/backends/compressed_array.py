@@ -194,7 +194,7 @@ class CompressedArray:
         shard = replacement.shard
         # Interrupted anywhere, the places are unknown and are read from whichever file is there.
         self._places[shard] = None
-        os.replace(_temporary(self._files[shard]), self._files[shard])
+        system.retried(os.replace, _temporary(self._files[shard]), self._files[shard])
         self._unsynced.add(shard)
         self._places[shard] = replacement.places
 
