@@ -163,9 +163,7 @@ class _DiskModule(Portable, torch.nn.Module):
             error_msgs.append(f"the saved weight is {tuple(weights.shape)} but the table is {shape}")
             return
         state = self.weight.state
-        state.require_open()
-        with state.exclusive:
-            state.require_open()
+        with state.use():
             replace_weights(state, self.weight.table, FromArray(weights))
 
 

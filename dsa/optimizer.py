@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, final
 
@@ -37,19 +37,15 @@ from dsa.conventions import (
     WeightDecayMode,
 )
 from dsa.curvature import CurvatureMap
-from dsa.kernels.threads import thread_limit
 from dsa.opening import open_state
 from dsa.options import as_number, group_options
 from dsa.portable import Portable
-from dsa.prefetch import Prefetcher
 from dsa.replacement import change_curvature
 from dsa.state import StateDirectory
-from dsa.statistics import Counters, statistics
+from dsa.stepping import Batch, Stepping
 from dsa.storage import Durability, Layout, Queue, StorageChoice
-from dsa.table import Table, read_weights, stamp_of
+from dsa.table import read_weights
 from dsa.tensors import ArrayLike, to_array
-from dsa.update import compute_update
-from dsa.watch import ClampWatch
 
 __all__ = ["DiskSparseRiemannianAdam"]
 
@@ -179,9 +175,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
             for name, source in sources.items()
         ]
         self._fixed = options
-        self._watch = ClampWatch()
-        self._counters = Counters()
-        self._prefetcher = Prefetcher()
+        self._stepping = Stepping()
         held = [held_tensor(source, retain_params) for source in sources.values()]
         queue = Queue(max_queue_size, put_timeout)
         chosen = queue if async_writes else None
@@ -219,28 +213,13 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         """
         with self._ready() as state:
             options = self._options()
-            batches = [self._batch(name, *pair) for name, pair in checked_updates(updates)]
+            given = checked_updates(updates)
+            batches = [self._batch(name, indices, grad, options) for name, (indices, grad) in given]
             if current_k is not None:
                 change_curvature(
                     state, wanted_curvatures(state.tables, current_k, name=None), "clip", reset_moments=False
                 )
-            parts = [(table, rows) for table, rows, _ in batches]
-            progress = state.progress().after_step([state.index(table) for table, _ in parts])
-            memory = state.prepare(progress, parts)
-            reports = [
-                compute_update(table, rows, grad, options, records, stamp_of(progress.global_step))
-                for (table, rows, grad), records in zip(batches, memory, strict=True)
-            ]
-            state.commit()
-            for (table, rows), report in zip(parts, reports, strict=True):
-                self._prefetcher.note_use(table, rows)
-                self._counters.note(report)
-            curved = [
-                (len(rows), report.far)
-                for (table, rows), report in zip(parts, reports, strict=True)
-                if table.k
-            ]
-            self._watch.note(sum(rows for rows, _ in curved), sum(far for _, far in curved))
+            self._stepping.take(state, batches)
 
     def read_rows(self, indices: ArrayLike | Sequence[int], name: str | None = None) -> torch.Tensor:
         """Return the current weights of some rows.
@@ -279,7 +258,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         """
         self._state.require_open()
         table = named_table(self._state.tables, name)
-        self._prefetcher.announce(table, as_rows(to_array(indices), len(table), table.name))
+        self._stepping.prefetcher.announce(table, as_rows(to_array(indices), len(table), table.name))
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counts since the optimizer was built.
@@ -291,7 +270,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         ``rows_clamped`` ended at the edge of the ball, ``rows_clamped_far`` by a step of over one hyperbolic
         unit; ``longest_step`` is in that unit.
         """
-        return statistics(self._state, self._counters, self._prefetcher)
+        return self._stepping.statistics(self._state)
 
     def set_curvature(
         self,
@@ -347,7 +326,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
 
         Afterwards only questions are answered: ``stats()``, ``global_step``, ``param_groups``, ``repr``.
         """
-        self._prefetcher.close()
+        self._stepping.prefetcher.close()
         if self._state.is_open:
             with self._state.exclusive:
                 self._state.close()
@@ -403,19 +382,15 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
     def _portable_state(self) -> StateDirectory:
         return self._state
 
-    @contextlib.contextmanager
-    def _ready(self) -> Iterator[StateDirectory]:
-        """Hold the state with nothing pending; other threads wait."""
-        with self._state.use(), thread_limit(torch.get_num_threads()):
-            self._state.settle()
-            yield self._state
+    def _ready(self) -> AbstractContextManager[StateDirectory]:
+        return self._stepping.ready(self._state, torch.get_num_threads())
 
     def _options(self) -> AdamOptions:
         self._fixed = group_options(self.param_groups[0], self._fixed)
         return self._fixed
 
-    def _batch(self, name: str, indices: object, grad: object) -> tuple[Table, Any, Any]:
+    def _batch(self, name: str, indices: object, grad: object, options: AdamOptions) -> Batch:
         table = named_table(self._state.tables, name)
         rows = as_rows(to_array(indices), len(table), name)
         gradient = as_gradient(to_array(grad), rows, table.dim, name)
-        return table, *coalesce(rows, gradient, name)
+        return Batch(table, *coalesce(rows, gradient, name), options)

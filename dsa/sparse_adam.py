@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, NamedTuple, NoReturn, Self, final, overload
+from typing import Any, Final, NoReturn, Self, final, overload
 
 import torch
 
@@ -27,23 +27,17 @@ from dsa.fingerprints import require_belonging, vouch
 from dsa.flattening import gradient_rows, moments_by_rows
 from dsa.foreign import import_sparse_adam
 from dsa.holders import abandoned
-from dsa.kernels.layout import Floats
-from dsa.kernels.threads import thread_limit
 from dsa.notices import notify
 from dsa.options import as_number, group_options
 from dsa.portable import Portable
-from dsa.prefetch import Prefetcher
 from dsa.reference import check_reference, merged_groups, reference_to
 from dsa.registration import Registry, require_ball
 from dsa.resident import ParameterWeights, put_rows, row_elements
-from dsa.schema import Rows
-from dsa.state import Effect, StateDirectory
-from dsa.statistics import Counters, statistics
+from dsa.state import StateDirectory
+from dsa.stepping import Batch, Stepping
 from dsa.storage import Durability, Layout, Queue, StorageChoice
-from dsa.table import Table, stamp_of
+from dsa.table import Table
 from dsa.tensors import to_array
-from dsa.update import compute_update
-from dsa.watch import ClampWatch
 
 __all__ = ["DiskSparseAdam"]
 
@@ -56,15 +50,6 @@ _PICKLING: Final = (
     "an optimizer whose state lives on disk can't be copied or pickled, because two of them would write to "
     "one directory: use state_dict(), or build a second optimizer on a directory of its own"
 )
-
-
-class _Part(NamedTuple):
-    parameter: torch.Tensor
-    table: Table
-    rows: Rows
-    grad: Floats
-    options: AdamOptions
-    weights: Floats | None
 
 
 @final
@@ -157,7 +142,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         self._state: StateDirectory | None = None
         self._tables: dict[torch.Tensor, Table] = {}
         self._told: set[torch.Tensor] = set()
-        self._watch, self._counters, self._prefetcher = ClampWatch(), Counters(), Prefetcher()
+        self._stepping = Stepping()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -249,11 +234,12 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         """
         self._require_state().require_open()
         table = named_table({table.name: table for table in self._tables.values()}, name)
-        self._prefetcher.announce(table, as_rows(to_array(indices).reshape(-1), len(table), table.name))
+        rows = as_rows(to_array(indices).reshape(-1), len(table), table.name)
+        self._stepping.prefetcher.announce(table, rows)
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counts since the directory was opened, as `DiskSparseRiemannianAdam.stats` explains them."""
-        return statistics(self._require_state(), self._counters, self._prefetcher)
+        return self._stepping.statistics(self._require_state())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the options and a reference to the state on disk.
@@ -303,7 +289,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
 
         Afterwards only questions are answered: ``state_dict()``, ``stats()``, ``repr``, and properties.
         """
-        self._prefetcher.close()
+        self._stepping.prefetcher.close()
         if self._state is not None:
             with self._state.exclusive:
                 self._state.close()
@@ -349,33 +335,9 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
     def _update(self, grads: list[tuple[torch.Tensor, torch.Tensor, AdamOptions]]) -> None:
         with self._ready() as state:
             require_belonging(state, list(self._tables.values()), self._registry.positional)
-            parts = [self._part(*each) for each in grads]
-            progress = state.progress().after_step([state.index(part.table) for part in parts])
-            memory = state.prepare(progress, [(part.table, part.rows) for part in parts])
-            reports = [
-                compute_update(
-                    part.table,
-                    part.rows,
-                    part.grad,
-                    part.options,
-                    records,
-                    stamp_of(progress.global_step),
-                    part.weights,
-                )
-                for part, records in zip(parts, memory, strict=True)
-            ]
-            state.commit([effect for part in parts for effect in _weights_of(part)])
-            for part, report in zip(parts, reports, strict=True):
-                self._prefetcher.note_use(part.table, part.rows)
-                self._counters.note(report)
-            curved = [
-                (len(part.rows), report.far)
-                for part, report in zip(parts, reports, strict=True)
-                if part.table.k
-            ]
-            self._watch.note(sum(rows for rows, _ in curved), sum(far for _, far in curved))
+            self._stepping.take(state, [self._batch(*each) for each in grads])
 
-    def _part(self, parameter: torch.Tensor, grad: torch.Tensor, options: AdamOptions) -> _Part:
+    def _batch(self, parameter: torch.Tensor, grad: torch.Tensor, options: AdamOptions) -> Batch:
         table = self._tables[parameter]
         if (len(parameter), row_elements(parameter.shape)) != (len(table), table.dim):
             raise StateMismatchError(
@@ -383,16 +345,16 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
                 f"x {table.dim}: build a new optimizer after changing a parameter's shape"
             )
         rows, values = gradient_rows(grad, table)
-        weights = table.held.lend(rows) if isinstance(table.held, ParameterWeights) else None
-        return _Part(parameter, table, rows, values, options, weights)
+        if not isinstance(table.held, ParameterWeights):
+            return Batch(table, rows, values, options)
+        weights = table.held.lend(rows)
+        # With a copy of the rows, which may be the gradient's memory: the step may be completed later.
+        return Batch(
+            table, rows, values, options, weights, [partial(put_rows, parameter, rows.copy(), weights)]
+        )
 
-    @contextlib.contextmanager
-    def _ready(self) -> Iterator[StateDirectory]:
-        """Hold the state with nothing pending; other threads wait."""
-        state = self._require_state()
-        with state.use(), thread_limit(torch.get_num_threads()):
-            state.settle()
-            yield state
+    def _ready(self) -> AbstractContextManager[StateDirectory]:
+        return self._stepping.ready(self._require_state(), torch.get_num_threads())
 
     def _portable_state(self) -> StateDirectory:
         return self._require_state()
@@ -413,9 +375,3 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
                     "optimizer was built; build a new optimizer",
                     TrainingWarning,
                 )
-
-
-def _weights_of(part: _Part) -> list[Effect]:
-    """Return what puts the new weights into a parameter in memory, with its own copy of the rows."""
-    weights = part.weights
-    return [] if weights is None else [partial(put_rows, part.parameter, part.rows.copy(), weights)]

@@ -97,7 +97,7 @@ def export_weights(
 @contextmanager
 def _snapshot(state: StateDirectory) -> Iterator[Snapshot]:
     with ExitStack() as stack:
-        with state.exclusive:
+        with state.use():
             state.settle()
             snapshot = stack.enter_context(Snapshot(state))
         yield snapshot
@@ -116,10 +116,9 @@ def import_state(state: StateDirectory, opened: OpenedContent, progress: Progres
         CheckpointCorruptError: the checkpoint is damaged; nothing has changed.
         DiskSpaceError: there is no room for old and new state; nothing has changed.
     """
-    state.require_open()
     content = opened.content
     total = sum(table.rows * table.schema.dtype.itemsize for table in content.tables)
-    with state.exclusive, metered(progress, total, "import") as advance, ExitStack() as stack:
+    with state.use(), metered(progress, total, "import") as advance, ExitStack() as stack:
         tables = _matched(state, content)
         kept = {name: stack.enter_context(_Kept(state.path, tables[name])) for name in _held_names(state)}
         state.settle()

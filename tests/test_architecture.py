@@ -29,7 +29,7 @@ FLOORS = [
     ("a state or a checkpoint", ["dsa.subjects"]),
     ("pictures", ["dsa.plots.*"]),
     ("looking at states", ["dsa.inspection.*"]),
-    ("rows into autograd, parameters to tables", ["dsa.lookup", "dsa.registration"]),
+    ("steps, rows into autograd, parameters to tables", ["dsa.lookup", "dsa.registration", "dsa.stepping"]),
     (
         "what façades delegate to",
         [

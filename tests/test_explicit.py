@@ -703,7 +703,7 @@ WRONG_STEPS = [
     (
         {"entity": ([1], np.full((1, 3), math.inf))},
         GradientError,
-        "in row 0 of the batch: nothing was changed",
+        "in row 0 of the batch, which is row 1 of the table: nothing was changed",
     ),
     ({"entity": ([1], np.full((1, 3), 1e39))}, GradientError, "float32 can't represent"),
     ({"entity": ([1, 1], np.full((2, 3), 3e38))}, GradientError, "summed gradient of row 1"),
