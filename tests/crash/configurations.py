@@ -20,6 +20,7 @@ from typing import NamedTuple
 import harness
 import numpy as np
 import torch
+from faults import watch
 from tables import BACKENDS, stored_tables
 
 from dsa import DiskEmbedding, DiskEmbeddingBag, DiskSparseAdam, DiskSparseRiemannianAdam, init
@@ -202,6 +203,7 @@ class Opened:
         if pid == 0:
             code = 1
             with contextlib.suppress(BaseException):
+                watch.reset()  # what is to die is the parent
                 harness.stop_reporting()
                 code = self._in_child(outlives=call.number % 2 == 0)
             os._exit(code)

@@ -217,12 +217,16 @@ def _tear(backend, rows, records) -> None:
 
 
 def _kernel(function):
-    def wrapper(records, grad, options, **more):
+    def wrapper(records, grad, options, weights=None, **more):
+        def part(start, stop):
+            own = {} if weights is None else {"weights": weights[start:stop]}
+            return start, function(records[start:stop], grad[start:stop], options, **own, **more)
+
         passing("kernel begins")
         half = len(records) // 2
-        reports = [(0, function(records[:half], grad[:half], options, **more))] if half else []
+        reports = [part(0, half)] if half else []
         passing("kernel half")
-        reports.append((half, function(records[half:], grad[half:], options, **more)))
+        reports.append(part(half, len(records)))
         passing("kernel ends")
         return merge_reports(reports)
 

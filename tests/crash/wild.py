@@ -281,7 +281,10 @@ class Wild:
                 warnings.simplefilter("always")
                 opened = self.configuration.build(self.path, resume=True, heard=True)
             told = [each for each in caught if issubclass(each.category, StateWarning)]
-            report(("told", any("has no journal" in str(each.message) for each in told)))
+            heard = any("has no journal" in str(each.message) for each in told)
+            if not heard:  # it had just been closed, and is whole
+                self._locate(opened, self.floor, self.truth.bounds[self.started])
+            report(("told", heard))
             opened.close()
 
         child = Child(body)
@@ -289,12 +292,11 @@ class Wild:
         child.wait()
         if not self.made and told[0][0] == "failed":
             return "told"
-        if told[0][0] == "failed" or not (told[0][1] or self.done == 0):
-            self.figures.fail(
-                "refused" if told[0][0] == "failed" else "silent", f"{self.configuration.name} {told}"
-            )
+        if told[0][0] == "failed":
+            kind = "silent" if told[0][1] in ("torn", "lost") else told[0][1]
+            self.figures.fail(kind, f"{self.configuration.name}\n{told[0][2]}")
             return "failed"
-        self.figures.told += 1
+        self.figures.told += told[0][1]
         return "told"
 
     def _compare_end(self) -> None:
