@@ -12,16 +12,22 @@ if HERE not in sys.path:
 # Before the tests import them: a failing assertion of the harness then shows its values.
 pytest.register_assert_rewrite(
     "campaign",
+    "configurations",
+    "drawing",
     "endurance",
     "faults",
     "harness",
+    "interrupts",
     "lives",
     "losses",
+    "outages",
     "power",
     "references",
     "replacement",
     "scenarios",
+    "standings",
     "tables",
+    "wild",
 )
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from configurations import Call, draw_configuration
+from configurations import Call
+from drawing import draw_configuration
 from harness import Figures, complain
 from interrupts import interrupt_for_real
 from outages import CASES, lose_power_unpromised

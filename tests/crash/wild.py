@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from configurations import Configuration, Opened, draw_configuration
+from configurations import Configuration, Opened
+from drawing import draw_configuration
 from faults import Stop, die, points, watch
 from harness import Child, Figures, Report, Timer, messages
 from lives import Plan
