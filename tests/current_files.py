@@ -36,6 +36,19 @@ def copy_as_killed(source, target):
     """
     shutil.copytree(source, target)
     metadata = read_metadata(Path(target))
-    metadata.files = file_numbers(Path(target), [name for name in metadata.files if name != "."])
-    write_metadata(Path(target), metadata)
+    if metadata.files:
+        metadata.files = file_numbers(Path(target), [name for name in metadata.files if name != "."])
+        write_metadata(Path(target), metadata)
     return target
+
+
+def record_checksum(words):
+    """The checksum of a record's words, as `dsa.kernels.checksums` tells it, by Python's integers."""
+    total = 0
+    for place, word in enumerate(words, 1):
+        factor = place
+        for shift, multiplier in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+            factor = ((factor ^ (factor >> shift)) * multiplier) & 0xFFFFFFFF
+        value = int(word) & 0xFFFFFFFF
+        total += (value ^ (value >> 16) ^ (value >> 23)) * (factor | 1)
+    return total & 0xFFFFFFFF

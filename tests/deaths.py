@@ -23,7 +23,7 @@ CALLS = (
 
 
 def in_child(body):
-    """Run a function in a fork and return its exit status; negative for a signal. An exception is status 1."""
+    """Run a function in a fork and return its exit status: negative for a signal, 1 for an exception."""
     gc.freeze()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: the process may have threads

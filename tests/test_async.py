@@ -630,10 +630,12 @@ def test_a_sync_that_fails_ends_the_use_of_a_state_with_a_queue(
     with pytest.raises(OSError, match="Input/output") as caught:
         optimizer.flush()
     assert not isinstance(caught.value, StateFailedError)
-    for use in (lambda: steps(optimizer, 5, 6), optimizer.flush, lambda: weights(optimizer), optimizer.close):
+    for use in (lambda: steps(optimizer, 5, 6), optimizer.flush, lambda: weights(optimizer)):
         with pytest.raises(StateFailedError, match="close it and open it again with resume=True"):
             use()
     assert len(calls) == 1
+    with pytest.raises(StateFailedError):
+        optimizer.close()
     optimizer.close()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from deaths import deaths
 
 import dsa
 from dsa import DiskEmbedding, DiskSparseAdam, DiskSparseRiemannianAdam, init
@@ -599,29 +600,30 @@ def test_rows_that_were_never_stepped_are_rows_where_there_is_no_rule(tmp_path):
         np.testing.assert_allclose(distance, np.linalg.norm(before, axis=1), rtol=1e-4)
 
 
-def test_a_half_made_restore_is_no_state(tmp_path, monkeypatch):
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_half_made_restore_is_no_state(tmp_path):
+    """Killed anywhere while a directory is made of a checkpoint: it is whole, or it is made again."""
     with make(tmp_path / "s") as optimizer:
         optimizer.step(batches(1)[0])
         optimizer.export_checkpoint(tmp_path / "ckpt")
+        whole = records(optimizer)
+    made, outcomes = tmp_path / "made", []
 
-    class Killed(BaseException):
-        pass
+    def restore():
+        shutil.rmtree(made, ignore_errors=True)
 
-    def die(*arguments):
-        raise Killed
-
-    with monkeypatch.context() as patched:
-        patched.setattr("dsa.installation.write_metadata", die)
-        patched.setattr("dsa.transfer._unmake", lambda state, *arguments: state.abandon())
-        patched.setattr("dsa.installation._remove", lambda *arguments: None)
-        with pytest.raises(Killed):
-            dsa.import_checkpoint(tmp_path / "ckpt", tmp_path / "made")
-    with pytest.raises(StateIncompleteError):
-        make(tmp_path / "made", resume=True)
-    dsa.import_checkpoint(tmp_path / "ckpt", tmp_path / "made")
-    with make(tmp_path / "made", resume=True) as optimizer:
-        assert optimizer.global_step == 1
-    assert len(list((tmp_path / "made").glob("*.dsa"))) == 2
+    for _ in deaths(lambda: None, lambda _: dsa.import_checkpoint(tmp_path / "ckpt", made), restore):
+        try:
+            make(made, resume=True).close()
+            outcomes.append("whole")
+        except (StateIncompleteError, StateNotFoundError) as error:
+            outcomes.append("incomplete" if isinstance(error, StateIncompleteError) else "nothing")
+            dsa.import_checkpoint(tmp_path / "ckpt", made)
+        with make(made, resume=True) as optimizer:
+            assert optimizer.global_step == 1
+            assert records(optimizer) == whole
+        assert len(list(made.glob("*.dsa"))) == 2
+    assert set(outcomes) == {"nothing", "incomplete", "whole"}
 
 
 def test_an_interrupt_while_weights_are_put_back(tmp_path, monkeypatch):

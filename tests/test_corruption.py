@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from current_files import table_file
+from current_files import copy_as_killed, table_file
 
 import dsa
 from dsa import DiskSparseRiemannianAdam, init
@@ -33,6 +33,7 @@ PRELUDE = """
 import faulthandler, json, math, os, shutil, sys, warnings
 from pathlib import Path
 import numpy as np, torch
+from current_files import copy_as_killed, record_checksum
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.errors import CorruptRowError, DSAError, GradientError, StateError
 from dsa.metadata import table_file_name
@@ -46,7 +47,7 @@ surprises = []
 
 def fresh(kind):
     shutil.rmtree(work, ignore_errors=True)
-    shutil.copytree(root / kind, work)
+    copy_as_killed(root / kind, work)
 
 def build(kind, resume=True):
     return DiskSparseRiemannianAdam(TABLES, lr=0.1, disk_dir=work, resume=resume, **configurations[kind])
@@ -96,6 +97,9 @@ for kind, seed in ((kind, seed) for kind in configurations for seed in range(see
     print(kind, seed, flush=True)
     fresh(kind)
     generator = np.random.default_rng(seed)
+    with build(kind) as optimizer:
+        sizes = {n: (t.backend.schema.dtype.itemsize, t.backend._stride)
+                 for n, t in optimizer._state.tables.items()}
     for name in TABLES:
         file = work / table_file_name(name)
         content = np.fromfile(file, np.uint8)
@@ -105,6 +109,10 @@ for kind, seed in ((kind, seed) for kind in configurations for seed in range(see
                  generator.choice(PATTERNS, len(words)),
                  words ^ (1 << generator.integers(0, 32, len(words))).astype(np.uint32)]
         words[hit] = kinds[seed % 3][hit]
+        if seed // 3 % 2:  # a program's fault, not the disk's: the checksums match
+            size, stride = (number // 4 for number in sizes[name])
+            for record in words.reshape(-1, stride):
+                record[size] = record_checksum(record[:size])
         content.tofile(file)
     try:
         with build(kind) as optimizer:
@@ -166,15 +174,17 @@ def make(path, copy=None, **options):
                 }
             )
         if copy is not None:
-            shutil.copytree(path, copy)
+            copy_as_killed(path, copy)
     return path
 
 
 def child(code, root, configurations, seeds):
     """Run code in a child that must end by itself; return what surprised it."""
+    paths = [Path(dsa.__file__).parents[1], Path(__file__).parent]
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + code, root, json.dumps(configurations), str(seeds)],
-        env=os.environ | {"PYTHONPATH": str(Path(dsa.__file__).parents[1])},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(Path(dsa.__file__).parents[1]), str(Path(__file__).parent)])},
         capture_output=True,
         text=True,
         timeout=300,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from current_files import table_file
+from current_files import record_checksum, table_file
 
 import dsa
 from dsa import DiskSparseRiemannianAdam, conventions, init
@@ -792,11 +792,18 @@ def test_every_error_of_ours_has_a_base_and_a_builtin():
 # ---------------------------------------------------------------- corrupt rows
 
 
-def damage(path, row, field, value):
-    """Write one number into a record of a closed table; field is the word's number in the record."""
+def damage(path, row, field, value, *, sealed=True):
+    """Write one number into a record of a closed table; field is the word's number in the record.
+
+    The checksum is made to match, as if a program had stored the number, unless it is not `sealed`.
+    """
     file = table_file(path, "entity")
     words = np.memmap(file, np.int32, "r+", offset=4096).reshape(ROWS, -1)
     words[row, field] = np.array([value], np.float32 if field < 3 * DIM else np.int32).view(np.int32)[0]
+    if sealed:
+        words[row, 3 * DIM + 2] = np.array([record_checksum(words[row, : 3 * DIM + 2])], np.uint32).view(
+            np.int32
+        )[0]
     words.base.flush()
 
 
@@ -810,12 +817,16 @@ FAULTS = [
 ]
 
 
+@pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize("k", [0.0, 1.0])
 @pytest.mark.parametrize(("field", "value", "match"), FAULTS)
-def test_a_damaged_row_is_an_error_and_can_be_reset(tmp_path, field, value, match, k):
+def test_a_damaged_row_is_an_error_and_can_be_reset(tmp_path, field, value, match, k, sealed):
+    """Whether a program has stored the number, or a disk has changed it."""
+    if not sealed:
+        match = "the checksum of its record does not match: it was torn by a loss of power or damaged"
     tables = {"entity": torch.full((ROWS, DIM), 0.1)}
     build(tmp_path, tables, k=k).close()
-    damage(tmp_path, 5, field, value)
+    damage(tmp_path, 5, field, value, sealed=sealed)
     with build(tmp_path, tables, k=k, resume=True) as optimizer:
         with pytest.raises(CorruptRowError, match=rf"row 5 of table 'entity' can't be used: {match}"):
             optimizer.read_rows([4, 5])

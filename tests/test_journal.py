@@ -600,7 +600,9 @@ def test_a_changed_bit_is_never_believed(written):
             continue
         bare = found[0] == applied._replace(parts=[])
         forgotten += bare
-        assert found == kept or found in (kept[-1:], kept[-2:]) or (bare and found[1:] == needed), f"byte {at}"
+        assert found == kept or found in (kept[-1:], kept[-2:]) or (bare and found[1:] == needed), (
+            f"byte {at}"
+        )
     assert errors > 2 * 4 * DTYPES[1].itemsize
     assert forgotten > 4 * DTYPES[1].itemsize
 

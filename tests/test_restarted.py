@@ -103,7 +103,7 @@ def test_without_the_journal_the_tables_are_kept(left, how, restart):
 @every_damage
 def test_without_a_restart_it_is_damage(left, how):
     damage(left, how)
-    with pytest.raises(StateCorruptError, match="journal .* or run `dsa repair"):
+    with pytest.raises(StateCorruptError, match=r"journal .* or run `dsa repair"):
         make(left, resume=True)
 
 
@@ -117,7 +117,9 @@ def test_a_journal_that_is_whole_is_replayed(left, restart):
 
 
 @pytest.mark.parametrize("queued", [False, True])
-@pytest.mark.parametrize(("table", "journal"), [(0, 2), (2, 0), (1, 2), (2, 1), (2, 2), (0, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("table", "journal"), [(0, 2), (2, 0), (1, 2), (2, 1), (2, 2), (0, 0), (0, 1), (1, 0)]
+)
 def test_tables_and_journal_of_different_moments(tmp_path, restart, table, journal, queued):
     """Of each row the newest that the disk holds anywhere counts; no row goes back, none is made up."""
     path = tmp_path / "run"

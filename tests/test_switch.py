@@ -203,8 +203,6 @@ def test_killed_anywhere_in_a_first_creation(tmp_path, kind):
                 build(path, **options)
         except (StateIncompleteError, StateNotFoundError) as error:
             outcomes.append("incomplete" if isinstance(error, StateIncompleteError) else "nothing")
-            if outcomes[-1] == "incomplete":
-                assert "leave resume out to make it again" in str(error)
             resume = (None, False)[number % 2]
             with build(path, resume=resume, **options) as optimizer:
                 assert told(optimizer._state) == whole

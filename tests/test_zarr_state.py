@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import zarr
-
 from current_files import journal_file
+
 import dsa
 from dsa import DiskEmbedding, DiskSparseAdam, DiskSparseRiemannianAdam, estimate, init
 from dsa.backends import Memmap, Zarr

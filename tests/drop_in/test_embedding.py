@@ -256,7 +256,8 @@ def test_a_forked_worker_cannot_look_up_and_does_no_harm(make):
     layer, optimizer = make.pair("disk", 10, 2)
     loader = torch.utils.data.DataLoader(Pairs(layer), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(
-        StateClosedError, match="this is a fork of it: use the optimizer in the process that made it"
+        StateClosedError,
+        match="fork of it: use the optimizer or module in the process that made it",
     ):
         next(iter(loader))
     step(layer, optimizer, [1])

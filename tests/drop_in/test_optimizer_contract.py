@@ -298,7 +298,8 @@ def test_closing(make, kind):
         backward(layer, [1])
     for action in (optimizer.step, optimizer.flush, lambda: optimizer.prefetch([1])):
         with pytest.raises(
-            StateClosedError, match="was closed: build the optimizer again with resume=True to go on"
+            StateClosedError,
+            match="was closed: build the module or optimizer again with resume=True to",
         ):
             action()
     optimizer.close()

@@ -30,7 +30,13 @@ def test_one_directory_one_journal_one_count(make):
     (users(torch.tensor([1])).sum() + items(torch.tensor([5])).sum()).backward()
     optimizer.step()
     names = sorted(file.name for file in make.directory().iterdir())
-    assert [name.split("-")[0] for name in names] == ["dsa.journal.1", "dsa.json", "dsa.lock", "items", "users"]
+    assert [name.split("-")[0] for name in names] == [
+        "dsa.journal.1",
+        "dsa.json",
+        "dsa.lock",
+        "items",
+        "users",
+    ]
     assert optimizer.global_step == 1
     assert optimizer.param_names == ["users", "items"]
     np.testing.assert_allclose([row(users, 1)[0], row(items, 5)[0]], -0.1, rtol=1e-6)
@@ -250,7 +256,7 @@ def test_closing_by_the_module_closes_for_the_optimizer(make):
         lambda: layer(torch.tensor([1])),
         lambda: optimizer.prefetch([1]),
     ):
-        with pytest.raises(StateClosedError, match="was closed: build the optimizer again with resume=True"):
+        with pytest.raises(StateClosedError, match="was closed: build the module or optimizer again"):
             action()
     assert optimizer.state_dict()["dsa"]["global_step"] == 0
     assert "4, 2" in repr(layer)
