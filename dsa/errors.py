@@ -8,7 +8,7 @@ The tree; each class also inherits the builtin that callers already catch::
     │   ├── StateNotFoundError        (FileNotFoundError)  resume=True met none
     │   ├── StateMismatchError        (ValueError)         stored and requested tables differ
     │   ├── StateCorruptError         (ValueError)         damaged, truncated, extended or foreign file
-    │   ├── StateIncompleteError      (RuntimeError)       an interrupted creation or whole-table change
+    │   ├── StateIncompleteError      (RuntimeError)       a first creation that was interrupted
     │   ├── StateLockedError          (BlockingIOError)    another process holds the directory
     │   ├── StateMovedError           (FileNotFoundError)  the directory was moved or replaced while open
     │   ├── StateFailedError          (OSError, EIO)       the device refused to sync: open it again
@@ -96,7 +96,7 @@ class StateCorruptError(StateError, ValueError):
 
 
 class StateIncompleteError(StateError, RuntimeError):
-    """A creation or a whole-table change was interrupted."""
+    """The first creation of a state was interrupted; there is nothing in it."""
 
 
 class StateLockedError(StateError, BlockingIOError):

@@ -53,7 +53,7 @@ FLOORS = [
     ("opening a state", ["dsa.opening"]),
     ("checkpoints", ["dsa.checkpoint.*"]),
     ("recovery of a state", ["dsa.migration", "dsa.recovery"]),
-    ("whole states", ["dsa.installation", "dsa.snapshot"]),
+    ("whole states", ["dsa.fingerprints", "dsa.replacement", "dsa.snapshot"]),
     ("creation of a state", ["dsa.creation"]),
     ("an open state", ["dsa.state"]),
     ("files of tables", ["dsa.table_files"]),
@@ -62,7 +62,7 @@ FLOORS = [
     ("older releases", ["dsa.legacy.*"]),
     ("a table", ["dsa.table"]),
     ("journal and writer", ["dsa.journal", "dsa.writer"]),
-    ("formats", ["dsa.journal_format", "dsa.metadata"]),
+    ("holding a directory, formats", ["dsa.holding", "dsa.journal_format", "dsa.metadata"]),
     ("backends", ["dsa.backends"]),
     (
         "a backend",
@@ -129,6 +129,7 @@ MATHEMATICS = [
 STORAGE = [
     "dsa.backends",
     "dsa.backends.*",
+    "dsa.holding",
     "dsa.journal",
     "dsa.journal_format",
     "dsa.metadata",

@@ -97,7 +97,6 @@ DELIBERATE = {
         ("dsa.checkpoint.reading", "{url} was being replaced when its writer was killed"),
         ("dsa.migration", "the state in {path} was migrated"),
         ("dsa.opening", "resume=False replaces the state"),
-        ("dsa.recovery", "the machine was restarted"),
         ("dsa.recovery", "the state in {path} was not closed"),
     ],
 }
@@ -159,8 +158,8 @@ def test_the_messages_are_found():
     assert sum(map(len, FOUND.values())) > 300
     texts = {message.text for messages in FOUND.values() for message in messages}
     assert "resume={resume} is not a choice: pass None, True or False" in texts
-    locked = [message for message in FOUND["dsa.opening"] if message.kind == "StateLockedError"]
-    assert [message.function for message in locked] == ["_take_lock"]
+    locked = [message for message in FOUND["dsa.holding"] if message.kind == "StateLockedError"]
+    assert [message.function for message in locked] == ["_in_use"]
 
 
 @pytest.mark.parametrize(
