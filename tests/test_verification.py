@@ -19,6 +19,7 @@ from story import DIM, ROWS, STEPS, batch, build, flip, listing, tell
 import dsa
 from dsa.errors import CheckpointMismatchError, CheckpointNotFoundError, StateMismatchError
 from dsa.journal_format import BODY, read_header
+from dsa.metadata import read_metadata
 
 BACKENDS = ["memmap", "zarr", dsa.backends.Zarr(compression="zstd")]
 
@@ -37,12 +38,13 @@ def folder(told, tmp_path):
 
 
 def write(path, table, row, **values):
+    """Write rows past every check, with the right checksums."""
     with build(path, resume=True) as optimizer:
         backend = optimizer._state.tables[table].backend
         rows = np.atleast_1d(np.arange(len(backend))[row])
         records = backend.read(rows)
         for field, value in values.items():
-            records[field][:] = value
+            records[field] = value
         backend.write(rows, records)
 
 
@@ -223,16 +225,25 @@ def test_a_killed_process_left_a_whole_journal(tmp_path):
     (remark,) = found.remarks
     assert "its journal, which is whole" in " ".join(remark.split())
     assert listing(tmp_path) == before
-    with mock.patch("dsa.verification.system.boot_identity", return_value="another"):
+    with mock.patch("dsa.system.boot_identity", return_value="another"):
         assert "the machine was restarted" in dsa.verify(tmp_path / "run").remarks[1]
-    journal = tmp_path / "run/dsa.journal"
-    identity = json.loads((tmp_path / "run/dsa.json").read_text())["content"]["identity"]
-    flip(journal, BODY + read_header(journal.read_bytes(), identity).head + 300)
+    stored = read_metadata(tmp_path / "run")
+    journal = tmp_path / "run" / stored.journal_name
+    head = BODY + read_header(journal.read_bytes(), stored.journal_identity).head
+    flip(journal, head + 700)  # a record, which the tables hold
+    assert dsa.verify(tmp_path / "run").ok
+    assert "so that nothing is lost" in dsa.verify(tmp_path / "run").remarks[1]
+    flip(journal, head + 20)
     found = dsa.verify(tmp_path / "run")
     assert not found.ok
-    assert "journal" in found.problems[0]
+    assert "its journal is damaged in entry 7 of 7" in found.problems[0]
+    assert (found.global_step, found.tables) == (0, 2)
     journal.unlink()
-    assert "journal" in dsa.verify(tmp_path / "run").problems[0]
+    assert "its journal is missing" in dsa.verify(tmp_path / "run").problems[0]
+    flip(next((tmp_path / "run").glob("entity-*.dsa")), 4096 + 5)
+    problems = dsa.verify(tmp_path / "run").problems
+    assert len(problems) == 2
+    assert "row 0 of table 'entity' can't be used: the checksum" in problems[1]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")

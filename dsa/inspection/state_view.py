@@ -67,7 +67,7 @@ def open_state(path: str | os.PathLike[str]) -> StateView:
     if view.copied:
         notify(
             f"{str(view.path)!r} is a copy that was made while a process had the state open, so that its "
-            f"files are of different moments: run `dsa repair {view.path}`, which takes what is whole",
+            f"files are of different moments: run `dsa repair {view.path}` for a state of what is whole",
             StateWarning,
         )
     return view

@@ -1,8 +1,13 @@
 """Small states to look at, and what is in their directories."""
 
+import json
+import shutil
+import zlib
+
 import numpy as np
 
 from dsa import DiskSparseRiemannianAdam, init
+from dsa.metadata import METADATA_NAME, read_metadata
 
 TABLES = {"entity": init.Normal(300, 4, std=0.1, seed=1), "flat": init.Zeros(40, 3)}
 CURVATURES = {"entity": 1.0, "flat": 0.0}
@@ -35,3 +40,23 @@ def content(path):
         for file in sorted(path.rglob("*"))
         if file.is_file()
     }
+
+
+def edit(path, change):
+    """Change the description and keep its checksum right."""
+    document = json.loads((path / METADATA_NAME).read_text())
+    change(document["content"])
+    document["crc32"] = f"{zlib.crc32(json.dumps(document['content'], sort_keys=True).encode()):08x}"
+    (path / METADATA_NAME).write_text(json.dumps(document))
+
+
+def as_left(source, target):
+    """Copy a directory that is in use, as if its files were those that a killed process had."""
+    shutil.copytree(source, target)
+    edit(target, lambda content: content.update(files={}))
+    return target
+
+
+def journal(path):
+    """The journal of a directory."""
+    return path / read_metadata(path).journal_name

@@ -1,6 +1,7 @@
 """Looking at a directory in which another process trains, has been stopped, or was killed."""
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_states import TABLES, batch, build, content, train
+from small_states import TABLES, as_left, batch, build, content, journal, train
 
-from dsa import DiskSparseRiemannianAdam, init
+from dsa import DiskSparseRiemannianAdam, init, verify
+from dsa.backends import MemmapBackend, Zarr
 from dsa.errors import StateClosedError
-from dsa.inspection import open_state, summarize
+from dsa.inspection import open_state, state_view, summarize
 from dsa.metadata import METADATA_NAME
+from dsa.schema import TORN
 
 TRAINER = """
 import sys
@@ -131,10 +134,10 @@ def test_steps_that_only_the_journal_has(tmp_path, durability, steps):
     with build(tmp_path / "state", durability=durability) as optimizer:
         train(optimizer, 2)
         optimizer.flush()
-        shutil.copytree(tmp_path / "state", tmp_path / "copy")
+        as_left(tmp_path / "state", tmp_path / "copy")
         train(optimizer, steps, first=2)
         expected = {name: optimizer.read_rows(range(s.rows), name).numpy() for name, s in TABLES.items()}
-        shutil.copy(tmp_path / "state" / "dsa.journal", tmp_path / "copy")
+        shutil.copy(journal(tmp_path / "state"), tmp_path / "copy")
     shutil.copytree(tmp_path / "copy", tmp_path / "other")
     with open_state(tmp_path / "copy") as state:
         assert state.global_step == 2 + steps
@@ -156,10 +159,12 @@ def test_steps_that_only_the_journal_has(tmp_path, durability, steps):
 def test_a_torn_last_entry_does_not_count(tmp_path):
     with build(tmp_path / "state") as optimizer:
         train(optimizer, 3)
-        shutil.copytree(tmp_path / "state", tmp_path / "copy")
+        as_left(tmp_path / "state", tmp_path / "copy")
         # An entry begun and not committed is bytes behind the last one that nobody counts.
-        optimizer._state.begin(optimizer._state.progress(), [(optimizer._state.tables["flat"], np.arange(5))])
-        shutil.copy(tmp_path / "state" / "dsa.journal", tmp_path / "copy")
+        optimizer._state.prepare(
+            optimizer._state.progress(), [(optimizer._state.tables["flat"], np.arange(5))]
+        )
+        shutil.copy(journal(tmp_path / "state"), tmp_path / "copy")
     with open_state(tmp_path / "copy") as state:
         assert state.global_step == 3
 
@@ -202,6 +207,165 @@ def test_a_table_added_later_does_not_disturb(tmp_path):
         with open_state(tmp_path) as later:
             assert list(later) == ["first", "second"]
         optimizer.close()
+
+
+def test_a_table_that_the_journal_does_not_know_yet(tmp_path):
+    """A table that was added after the last entry of the journal."""
+    import torch
+
+    from dsa import DiskEmbedding
+
+    first = DiskEmbedding(10, 2, padding_idx=0, state_dir=tmp_path, name="first")  # writes its padding row
+    second = DiskEmbedding(10, 2, state_dir=tmp_path, name="second")
+    with open_state(tmp_path) as state:
+        view = state["second"]
+        assert view.read([1])["s"].tolist() == [0]
+        assert (view.k, view.steps, state["first"].steps, state.global_step) == (0.0, 0, 0, 0)
+        assert "second" in repr(state)
+        assert "10 x 2" in repr(view)
+        assert [table.steps for table in summarize(state).tables] == [0, 0]
+        expected = second(torch.tensor([3, 4])).detach().numpy()
+        np.testing.assert_array_equal(view.weights([3, 4]), expected)
+    assert verify(tmp_path).ok
+    first.close()
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr", Zarr(compression="zstd", shard_bytes=4096)], ids=str)
+@pytest.mark.parametrize("change", ["curvature", "import", "moments"])
+def test_a_view_of_tables_that_are_replaced(tmp_path, change, backend):
+    with build(tmp_path / "state", backend=backend) as optimizer:
+        train(optimizer, 2)
+        optimizer.export_checkpoint(tmp_path / "checkpoint")
+        train(optimizer, 1, first=2)
+        state = open_state(tmp_path / "state")
+        blocks = state["entity"].scan()
+        next(blocks)
+        if change == "curvature":
+            optimizer.set_curvature(4.0, name="entity")
+        elif change == "import":
+            optimizer.import_checkpoint(tmp_path / "checkpoint")
+        else:
+            optimizer.set_curvature(1.0, name="entity", reset_moments=True)
+        for use in (
+            lambda: state["entity"].read([0, 299]), lambda: state["entity"].weights([0]),
+            lambda: list(state["entity"].scan()), lambda: summarize(state), lambda: state.global_step,
+            lambda: state["flat"].read([0]),
+        ):  # fmt: skip
+            with pytest.raises(StateClosedError, match="open it again"):
+                use()
+        state.close()
+        with open_state(tmp_path / "state") as state:
+            np.testing.assert_array_equal(
+                state["entity"].weights(range(300)), optimizer.read_rows(range(300), "entity")
+            )
+
+
+def test_opening_beside_tables_that_are_replaced(tmp_path, monkeypatch):
+    """The description is read, then its files are replaced and removed, then they are opened."""
+    with build(tmp_path) as optimizer:
+        train(optimizer, 1)
+        original, ks = state_view.open_source, [2.0, 3.0]
+
+        def open_late(path, stored):
+            if ks:
+                optimizer.set_curvature(ks.pop(), name="entity")
+            return original(path, stored)
+
+        monkeypatch.setattr(state_view, "open_source", open_late)
+        with open_state(tmp_path) as state:
+            assert state["entity"].k == 2.0
+            np.testing.assert_array_equal(
+                state["entity"].weights(range(300)), optimizer.read_rows(range(300), "entity")
+            )
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_row_that_looks_torn_is_read_again(tmp_path, monkeypatch, stays):
+    with build(tmp_path) as optimizer:
+        train(optimizer, 2)
+        rows = np.flatnonzero(optimizer._state.tables["entity"].backend.read(np.arange(300))["s"])[:4]
+        optimizer.close()
+        with open_state(tmp_path) as state:
+            expected = state["entity"].read(rows)
+            original, calls = MemmapBackend.read, []
+
+            def read(self, some, out=None):
+                records = original(self, some, out)
+                calls.append(len(some))
+                if stays or len(calls) == 1:
+                    records["s"][np.isin(some, rows[1:3])] = TORN
+                return records
+
+            monkeypatch.setattr(MemmapBackend, "read", read)
+            found = state["entity"].read(rows)
+            assert calls == [4, 2]
+            assert ((found["s"] < 0) == [False, stays, stays, False]).all()
+            np.testing.assert_array_equal(found["w"], expected["w"])
+
+
+STRESS = """
+import sys
+import numpy as np
+from dsa import DiskSparseRiemannianAdam, init
+from dsa.backends import Zarr
+
+backends = {"zstd": Zarr(compression="zstd", shard_bytes=1 << 13, overlay_bytes=1 << 14), "zarr": "zarr"}
+rows = np.arange(600)
+for line in sys.stdin:
+    path, durability, kind = line.split()
+    options = {"lr": 0.1, "k": 0.0, "disk_dir": path, "durability": durability, "allocate": "sparse"}
+    options |= {"async_writes": kind == "queue", "backend": backends.get(kind, "memmap")}
+    with DiskSparseRiemannianAdam({"left": init.Zeros(600, 8)}, **options) as optimizer:
+        optimizer.step({"left": (rows, np.ones((600, 8), np.float32))})
+        print("ready", flush=True)
+        for _ in range(60):
+            grad = np.full((600, 8), np.sin(optimizer.global_step), np.float32)
+            optimizer.step({"left": (rows, grad)})
+        print(optimizer.global_step, flush=True)
+        sys.stdin.readline()
+    print("closed", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def stress():
+    """A process that trains where it is told to: many rows, which stay equal, in every step."""
+    command, pipes = [sys.executable, "-c", STRESS], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, **pipes) as child:
+        yield child
+        child.kill()
+
+
+@pytest.mark.parametrize("kind", ["memmap", "queue", "zarr", "zstd"])
+@pytest.mark.parametrize("durability", ["process", "power", "none"])
+def test_every_block_is_of_a_whole_step(tmp_path, stress, kind, durability):
+    """Read while steps are taken; without a journal each row is whole, of whatever step."""
+
+    def tell(line):
+        stress.stdin.write(f"{line}\n")
+        stress.stdin.flush()
+
+    tell(f"{tmp_path} {durability} {kind}")
+    assert stress.stdout.readline() == "ready\n"
+    blocks = 0
+    while blocks == 0 or not select.select([stress.stdout], [], [], 0)[0]:
+        with open_state(tmp_path) as state:
+            for _ in range(3):
+                records = state["left"].read(np.arange(600))
+                blocks += 1
+                assert (records["s"] >= 0).all()
+                assert (records["w"] == records["w"][:, :1]).all(), "a torn row"
+                if durability != "none":
+                    assert len(set(records["t"].tolist())) == 1, "rows of several steps"
+                    assert len(np.unique(records["w"])) == 1
+    assert stress.stdout.readline() == "61\n"
+    if durability != "none":
+        with open_state(tmp_path) as state:
+            assert set(state["left"].read(np.arange(600))["t"].tolist()) == {61}
+    assert verify(tmp_path).ok
+    tell("")
+    assert stress.stdout.readline() == "closed\n"
+    assert verify(tmp_path).remarks == ()
 
 
 READER = """

@@ -137,9 +137,7 @@ def test_a_directory(path):
     seen = []
     summary = summarize(path, progress=lambda *given: seen.append(given))
     assert content(path) == before
-    assert (summary.path, summary.status, summary.global_step, summary.change) == (
-        str(path), "closed", 3, None,
-    )  # fmt: skip
+    assert (summary.path, summary.status, summary.global_step) == (str(path), "closed", 3)
     assert summary.journal_bytes == 0
     assert seen == [("entity", 300, 300), ("flat", 40, 40)]
     with open_state(path) as state:

@@ -16,7 +16,7 @@ from dsa.metadata import table_file_name
 
 def test_what_a_view_says_of_a_state(path):
     with open_state(str(path)) as state:
-        assert (state.path, state.status, state.global_step, state.change) == (path, "closed", 3, None)
+        assert (state.path, state.status, state.global_step) == (path, "closed", 3)
         assert list(state) == list(state.tables) == list(TABLES)
         assert len(state) == 2
         assert "entity" in state
@@ -65,6 +65,10 @@ def test_a_view_follows_the_optimizer(tmp_path):
                 state["entity"].weights(range(300)), optimizer.read_rows(range(300), "entity")
             )
         optimizer.set_curvature(4.0, name="entity")
+        with pytest.raises(StateClosedError, match="was replaced or removed since this view"):
+            state["entity"].weights(range(300))
+    with build(tmp_path, resume=True, k={"entity": 4.0, "flat": 0.0}) as optimizer:
+        state = open_state(tmp_path)
         assert state["entity"].k == 4.0
         np.testing.assert_array_equal(
             state["entity"].weights(range(300)), optimizer.read_rows(range(300), "entity")
@@ -72,6 +76,7 @@ def test_a_view_follows_the_optimizer(tmp_path):
         optimizer.close()
         assert state.status == "closed"
         assert state.global_step == 3
+        state.close()
     curvatures = {"entity": 4.0, "flat": 0.0}
     with build(tmp_path, resume=True, k=curvatures) as optimizer, open_state(tmp_path) as state:
         train(optimizer, 1, first=3)
@@ -196,7 +201,7 @@ def test_closing(path, monkeypatch):
     state.close()
     assert state.closed
     for use in (
-        lambda: entity["w"], lambda: entity.weights([0]), lambda: entity.read([0]), lambda: entity.k,
+        lambda: entity["w"], lambda: entity.weights([0]), lambda: entity.read([0]),
         lambda: state.global_step, entity.content, lambda: next(entity.scan()), entity.to_xarray,
     ):  # fmt: skip
         with pytest.raises(StateClosedError, match=r"this view of .*state' was closed: call open_state\("):
