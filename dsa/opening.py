@@ -25,10 +25,11 @@ from dsa.errors import (
 )
 from dsa.holding import HeldDirectory
 from dsa.legacy import Curvatures, Shapes, find_legacy, read_legacy
+from dsa.matching import match_content
 from dsa.metadata import METADATA_NAME, Metadata, journal_files, owned_files, read_metadata
 from dsa.migration import migrate_in_place, set_aside
 from dsa.notices import notify
-from dsa.recovery import continue_state, match_content
+from dsa.recovery import continue_state
 from dsa.state import StateDirectory
 from dsa.storage import Storage, TableSpec
 from dsa.table_files import remove_table_file

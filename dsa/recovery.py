@@ -23,22 +23,22 @@ import numpy as np
 
 from dsa import system
 from dsa.backends.base import StateBackend
-from dsa.content import TableContent
 from dsa.creation import make_table_of, start
-from dsa.errors import StateCorruptError, StateMismatchError, StateWarning
+from dsa.errors import StateCorruptError, StateWarning
 from dsa.holding import HeldDirectory, file_numbers
 from dsa.init import from_json
 from dsa.journal import Journal, salvage_journal
 from dsa.journal_format import Entry
 from dsa.manifolds import curvature_from_json
+from dsa.matching import match_names, match_stored_table, warn_of_curvature
 from dsa.metadata import METADATA_NAME, Metadata, read_metadata, write_metadata
 from dsa.notices import notify
 from dsa.progress import Progress
-from dsa.schema import Rows, Schema
+from dsa.schema import Rows
 from dsa.state import StateDirectory
 from dsa.storage import Storage, TableSpec
 from dsa.table import Table, content_of, implausible_rows, outside_rows, stamp_of
-from dsa.table_files import drain_backend, match_kind, match_layout, open_backend, stored_layout
+from dsa.table_files import drain_backend, match_kind, open_backend, stored_layout
 
 __all__ = [
     "Loss",
@@ -47,13 +47,10 @@ __all__ = [
     "doubts",
     "is_copy",
     "make_anew",
-    "match_content",
-    "match_table",
     "open_tables",
     "replay",
     "require_fitting",
     "survey",
-    "warn_of_curvature",
 ]
 
 
@@ -95,10 +92,10 @@ def continue_state(
     path = held.path
     by_name = {str(table.get("name")): table for table in stored.tables}
     if exact:
-        _match_names(path, specs, by_name)
+        match_names(path, specs, by_name)
     for spec in specs:
         if spec.name in by_name:
-            _match_table(path, spec, by_name[spec.name], storage)
+            match_stored_table(path, spec, by_name[spec.name], storage)
     for name, description in by_name.items():
         match_kind(name, description["backend"], storage.backend)
     if storage.backend is None and stored.tables:
@@ -383,15 +380,6 @@ def make_anew(path: Path, tables: Sequence[Table], storage: Storage) -> None:
             old.close()
 
 
-def _match_names(path: Path, specs: Sequence[TableSpec], by_name: dict[str, dict[str, Any]]) -> None:
-    wanted = {spec.name for spec in specs}
-    if wanted != set(by_name):
-        raise StateMismatchError(
-            f"the state in {str(path)!r} holds the tables {sorted(by_name)} but {sorted(wanted)} are asked "
-            "for: pass the stored ones, or another directory"
-        )
-
-
 def _open_table(path: Path, name: str, stored: dict[str, Any], storage: Storage) -> Table:
     try:
         fraction, steps, second_moment = (
@@ -417,56 +405,3 @@ def _open_table(path: Path, name: str, stored: dict[str, Any], storage: Storage)
             f"the description of table {name!r} in {str(path)!r} can't be read ({error!r}): restore "
             f"{METADATA_NAME} from a copy"
         ) from error
-
-
-def warn_of_curvature(table: Table, spec: TableSpec) -> None:
-    """Warn when the curvature asked for is not the stored one, which is kept."""
-    if table.k != spec.k:
-        notify(
-            f"table {table.name!r} was stored with k={table.k!r}, which is kept; the k={spec.k!r} asked for "
-            f"is ignored: call set_curvature({spec.k!r}) to change it",
-            StateWarning,
-        )
-
-
-def match_table(table: Table, spec: TableSpec) -> None:
-    """Raise `StateMismatchError` when an open table is not the one asked for."""
-    _match(len(table), table.backend.schema, table.second_moment, spec)
-
-
-def match_content(content: TableContent, spec: TableSpec) -> None:
-    """Raise `StateMismatchError` when a table of older state is not the one asked for."""
-    _match(content.rows, content.schema, content.second_moment, spec)
-
-
-def _match_table(path: Path, spec: TableSpec, stored: dict[str, Any], storage: Storage) -> None:
-    description = stored.get("backend")
-    if not isinstance(description, dict) or not isinstance(description.get("rows"), int):
-        raise StateCorruptError(
-            f"the description of table {spec.name!r} in {str(path)!r} lacks its backend: restore "
-            f"{METADATA_NAME} from a copy"
-        )
-    schema = Schema.from_json(description.get("schema"))
-    try:
-        _match(description["rows"], schema, str(stored.get("second_moment")), spec)
-        match_layout(spec.name, spec.source.rows, schema, description, storage.backend)
-    except StateMismatchError as error:
-        raise StateMismatchError(f"in {str(path)!r}, {error}") from None
-
-
-def _match(rows: int, schema: Schema, second_moment: str, spec: TableSpec) -> None:
-    if (rows, schema.dim) != (spec.source.rows, spec.schema.dim):
-        raise StateMismatchError(
-            f"table {spec.name!r} is stored as {rows} x {schema.dim} but {spec.source.rows} x "
-            f"{spec.schema.dim} is asked for: pass a table of the stored shape, or another directory"
-        )
-    if schema != spec.schema or second_moment != spec.second_moment:
-        raise StateMismatchError(
-            f"table {spec.name!r} is stored with second_moment={second_moment!r} and the fields "
-            f"{_fields(schema)} but second_moment={spec.second_moment!r} with {_fields(spec.schema)} is "
-            "asked for: the stored moments would be misread; pass the stored options, or another directory"
-        )
-
-
-def _fields(schema: Schema) -> str:
-    return ", ".join(f"{field.name} {field.dtype} per {field.per}" for field in schema.fields)

@@ -15,9 +15,9 @@ from typing import Final
 from dsa.creation import add_table
 from dsa.directories import local_directory
 from dsa.errors import StateWarning
+from dsa.matching import match_table, warn_of_curvature
 from dsa.notices import notify
 from dsa.opening import open_state
-from dsa.recovery import match_table, warn_of_curvature
 from dsa.state import StateDirectory
 from dsa.storage import StorageChoice, TableSpec, is_part_of
 from dsa.table import Table
