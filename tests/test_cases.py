@@ -333,7 +333,7 @@ def test_c36_names_that_collide_or_escape(tmp_path):
     with pytest.warns(StateWarning, match="resume=False"):
         build(state, {"enc_emb": init.Zeros(4, 2)}, resume=False).close()
     assert sorted(file.name for file in state.iterdir() if file.name.endswith((".dsa", ".emb"))) == sorted(
-        ["enc.emb", table_file_name("enc_emb")]
+        ["enc.emb", table_file(state, "enc_emb").name]
     )
 
 
