@@ -91,7 +91,7 @@ def test_c26_rows_beyond_2_to_31_elements(tmp_path, dtype):
     rows, dim, last, wrapped = 40_000_000, 64, 39_999_999, 6_445_567
     assert last * dim * 4 == 10_239_999_744
     assert last * dim * 4 % 2**32 == 1_650_065_152 == wrapped * dim * 4
-    file = table_file(tmp_path, "entity")
+    file = tmp_path / table_file_name("entity")
     with build(tmp_path, {"entity": init.Zeros(rows, dim)}, k=0.0, allocate="sparse") as optimizer:
         optimizer.flush()
         before = data_pages(file)
