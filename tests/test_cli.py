@@ -63,6 +63,7 @@ ARGUMENTS = {
     "estimate": ["1000", "8"],
     "inspect": ["x"],
     "verify": ["x"],
+    "repair": ["x"],
     "export": ["x", "y"],
     "import": ["x", "y"],
     "copy": ["x", "y"],

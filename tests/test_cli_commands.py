@@ -104,6 +104,7 @@ JSON = {
     "estimate": "estimate 1000 8 --no-measure",
     "inspect": "inspect run",
     "verify": "verify run",
+    "repair": "repair run",
     "export": "export run out",
     "import": "import checkpoints/step-20 out",
     "copy": "copy checkpoints/step-20 out",
@@ -124,6 +125,7 @@ def test_json_has_the_documented_keys(run, capsys, name):
 @pytest.mark.parametrize("name", NEW)
 def test_nothing_there_is_an_error_in_one_line(run, folder, name):
     given = {"estimate": "1000 8 --dir nowhere", "inspect": "nowhere", "verify": "nowhere"}
+    given["repair"] = "nowhere"
     code, out, err = run(f"{name} {given.get(name, 'nowhere out')}")
     assert (code, out) == (2, "")
     assert err.startswith(f"dsa {name}: ")
