@@ -27,10 +27,11 @@ from dsa.init import FromArray
 from dsa.manifolds import manifold_of
 from dsa.metadata import METADATA_NAME, Metadata, write_metadata
 from dsa.schema import Records
-from dsa.state import Effect, StateDirectory
+from dsa.state import StateDirectory
 from dsa.storage import Storage
 from dsa.table import Table, content_of, describe_table, require_plausible, stamp_of
 from dsa.table_files import file_of, remove_table_file, table_bytes
+from dsa.transactions import Effect
 
 __all__ = [
     "change_curvature",

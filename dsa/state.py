@@ -1,15 +1,7 @@
-"""An open state directory: its tables, and the transactions that change them.
+"""An open state directory: its tables, its description, and how it is closed.
 
-Nothing is stored but through a transaction, which has four moments, each of which may be repeated:
-
-    prepare   hand out the memory of the new records, in the journal where there is one
-    seal      make sure of the room and complete the journal's entry: from here on the step has happened
-    apply     write the records to the tables, and whatever else the step changes
-    release   let the journal's entry go, once the tables hold it
-
-With a journal, a sealed transaction survives the death of the process at any instant, and another leaves no
-trace; see `dsa.journal`. What changes whole tables makes them anew and switches, see `dsa.replacement`.
-`dsa.opening` opens directories.
+Rows change by transactions only, see `dsa.transactions`. What changes whole tables makes them anew and
+switches, see `dsa.replacement`. `dsa.opening` opens directories.
 """
 
 from __future__ import annotations
@@ -20,55 +12,24 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, final
-
-import numpy as np
+from typing import Final, final
 
 from dsa import system
-from dsa.errors import DiskSpaceError, StateClosedError, StateFailedError, StateMovedError
+from dsa.errors import StateClosedError, StateFailedError, StateMovedError
 from dsa.holding import HeldDirectory, file_numbers
 from dsa.journal import Journal
 from dsa.metadata import Metadata, write_metadata
-from dsa.progress import Progress, progress_of
+from dsa.progress import Progress
 from dsa.schema import Records, Rows
 from dsa.storage import Storage
 from dsa.table import Table, describe_table
 from dsa.table_files import file_of, remove_table_file
+from dsa.transactions import Effect, Observer, Transactions
 
-__all__ = ["Effect", "Observer", "StateDirectory", "describe_files"]
-
-Effect = Callable[[], None]
-"""What a transaction changes beside rows of tables, such as weights in memory. May be called again."""
-
-
-class Observer(Protocol):
-    """Is told of every change of a table's rows before it happens."""
-
-    def before_write(self, table: Table, rows: Rows) -> None:
-        """Look at rows of a table for the last time before they change."""
-        ...
-
-    def takes_over(self, table: Table, let_go: Callable[[], None]) -> bool:
-        """Say whether a table that is being replaced is still read.
-
-        Args:
-            table: The table as it was; its files are complete and don't change any more.
-            let_go: Closes and removes its files. To be called once they are not needed, if this returns True.
-        """
-        ...
-
-    def before_close(self) -> None:
-        """Let everything go: the state is about to be closed."""
-        ...
-
-
-class _Transaction(NamedTuple):
-    progress: Progress
-    parts: list[tuple[Table, Rows, Records]]
-    effects: Sequence[Effect] = ()
+__all__ = ["StateDirectory", "describe_files"]
 
 
 @final
@@ -94,18 +55,14 @@ class StateDirectory:
         self.held = held
         self.storage = storage
         self.tables = {table.name: table for table in tables}
-        self.global_step = metadata.global_step
         self.exclusive = threading.RLock()
         # By whom each table is used; a table is free again when its user is gone.
         self.users: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
-        self.steps_taken = 0
-        self.observers: list[Observer] = []
         self.replacements = 0
         self._metadata = metadata
-        self._order = list(tables)
-        self._journal = journal
-        self._draft: _Transaction | None = None
-        self._pending: _Transaction | None = None
+        # Weakly: a state that is dropped without close has to go at once, with a warning.
+        refuse = weakref.WeakMethod(self._refuse)
+        self._transactions = Transactions(tables, journal, metadata.global_step, refuse)
         _OPEN.add(self)
 
     @property
@@ -121,7 +78,22 @@ class StateDirectory:
     @property
     def is_settled(self) -> bool:
         """Whether no transaction waits to be completed."""
-        return self._pending is None
+        return self._transactions.is_settled
+
+    @property
+    def global_step(self) -> int:
+        """Steps that the state has taken."""
+        return self._transactions.global_step
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps that were taken since the state was opened."""
+        return self._transactions.steps_taken
+
+    @property
+    def observers(self) -> list[Observer]:
+        """Who is told of changes."""
+        return self._transactions.observers
 
     @property
     def identity(self) -> str:
@@ -141,99 +113,36 @@ class StateDirectory:
     @property
     def journal_bytes(self) -> int:
         """Bytes written to the journal since the state was opened."""
-        return 0 if self._journal is None else self._journal.bytes_written
+        journal = self._transactions.journal
+        return 0 if journal is None else journal.bytes_written
 
     def progress(self) -> Progress:
         """Return the counts that the state stands at."""
-        return progress_of(self._order, self.global_step)
+        return self._transactions.progress()
 
     def index(self, table: Table) -> int:
         """Return a table's position in the state."""
-        return self._order.index(table)
+        return self._transactions.tables.index(table)
 
     def add(self, table: Table) -> None:
         """Take in one more table, whose file is complete and on the device."""
         self.settle()
         system.sync_directory(self.path)
         self.tables[table.name] = table
-        self._order.append(table)
+        self._transactions.tables.append(table)
         self.save()
 
     def prepare(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Records]:
-        """Start a transaction and return the memory of its records, to be filled before `commit`.
-
-        Args:
-            progress: What the state will stand at.
-            batches: The rows of each table that will change; one array of records is returned for each.
-
-        Raises:
-            DiskSpaceError: the journal has to grow and the disk is full. Nothing has changed.
-        """
-        self.settle()
-        # The rows may be the caller's own memory, and are needed until the batch is written.
-        batches = [(table, rows.copy()) for table, rows in batches]
-        if self._journal is None:
-            buffers = [np.empty(len(rows), table.backend.schema.dtype) for table, rows in batches]
-        else:
-            buffers = self._prepare_entry(self._journal, progress, batches)
-        parts = [(table, rows, records) for (table, rows), records in zip(batches, buffers, strict=True)]
-        self._draft = _Transaction(progress, parts)
-        return buffers
+        """Start a transaction and return the memory of its records, see `Transactions.prepare`."""
+        return self._transactions.prepare(progress, batches)
 
     def commit(self, effects: Sequence[Effect] = ()) -> None:
-        """Make the transaction prepared last happen: seal, apply and release it.
-
-        Args:
-            effects: What it changes beside the rows.
-
-        Raises:
-            DiskSpaceError: the rows' place on disk can't be had; nothing has changed.
-            OSError: the disk failed. Whether the transaction counts is then open until the next call of any
-                method, or `flush`, has completed it; `global_step` tells afterwards.
-        """
-        draft = self._draft
-        assert draft is not None, "prepare comes first"
-        for table, rows, _ in draft.parts:
-            table.backend.reserve(rows)
-        self._pending, self._draft = draft._replace(effects=effects), None
-        self.settle()
+        """Make the transaction prepared last happen, see `Transactions.commit`."""
+        self._transactions.commit(effects)
 
     def settle(self) -> None:
         """Complete a transaction whose commit was interrupted by an error or a signal, if there is one."""
-        if self._pending is not None:
-            self.seal()
-            self.apply()
-            self.release()
-
-    def seal(self) -> None:
-        """Complete the journal's entry: from here on the transaction has happened, whatever dies."""
-        if self._journal is not None:
-            with self._failing_for_good():
-                self._journal.commit()
-
-    def apply(self) -> None:
-        """Write the sealed transaction to the tables, and adopt its counts."""
-        pending = self._pending
-        if pending is None:
-            return
-        for table, rows, records in pending.parts:
-            for observer in tuple(self.observers):
-                observer.before_write(table, rows)
-            table.backend.write(rows, records)
-        for effect in pending.effects:
-            effect()
-        for table, rows, _ in pending.parts:
-            table.rows_written += len(rows)
-        self.steps_taken += pending.progress.global_step - self.global_step
-        self.global_step = pending.progress.global_step
-        for table, steps in zip(self._order, pending.progress.steps, strict=True):
-            table.steps = steps
-        self._pending = None
-
-    def release(self) -> None:
-        """Let the journal's entries go, if the tables hold them as surely as the policy has it."""
-        if self._journal is not None and not self._journal.durable and not self._queued():
-            self._journal.release()
+        self._transactions.settle()
 
     def flush(self) -> None:
         """Return once the state is durable, whatever the durability.
@@ -243,18 +152,22 @@ class StateDirectory:
                 used any more, see `require_open`.
         """
         self.require_open()
-        self._drain_tables()
-        self.settle()
-        self._sync()
+        self._make_durable()
         self.save()
+
+    def _make_durable(self) -> None:
+        self._transactions.drain()
+        self._transactions.sync()
+        self._metadata.durable_step = self.global_step
 
     def save(self, status: str = "open") -> None:
         """Bring the description up to date."""
         self.held.check()
         metadata = self._metadata
         metadata.status, metadata.global_step = status, self.global_step
-        metadata.tables = [describe_table(table, closing=status == "closed") for table in self._order]
-        metadata.files = describe_files(self.path, metadata, self._order) if status == "open" else {}
+        tables = self._transactions.tables
+        metadata.tables = [describe_table(table, closing=status == "closed") for table in tables]
+        metadata.files = describe_files(self.path, metadata, tables) if status == "open" else {}
         metadata.journal = metadata.journal and status == "open"
         write_metadata(self.path, metadata, self.held.directory)
 
@@ -271,14 +184,12 @@ class StateDirectory:
         try:
             self.held.check()
             self._require_sound()
-            self._drain_tables()
-            self.settle()
-            self._sync()
+            self._make_durable()
         except BaseException:
             if self._metadata.failed or self._is_elsewhere():
                 self.abandon()
             raise
-        self._draft = None
+        self._transactions.forget()
         with contextlib.ExitStack() as stack:
             # Every file is let go, whichever fails; then the state is as after a kill, and the journal stays.
             # The directory goes last: whoever opens it next makes a journal of its own.
@@ -286,10 +197,10 @@ class StateDirectory:
             for observer in tuple(self.observers):
                 observer.before_close()
             saved = False
-            if (journal := self._journal) is not None:
+            if (journal := self._transactions.journal) is not None:
                 stack.callback(lambda: journal.close(remove=saved))
             with contextlib.ExitStack() as tables:
-                for table in self._order:
+                for table in self._transactions.tables:
                     tables.callback(table.backend.close)
             self.save("closed")
             saved = True
@@ -351,16 +262,16 @@ class StateDirectory:
             effects: What changes with it beside the tables; `settle` sees to it.
         """
         self.replacements += 1
-        old_journal, self._journal = self._journal, journal
-        self._metadata, self.global_step = metadata, metadata.global_step
+        old_journal = self._transactions.journal
+        self._metadata = metadata
         replaced = []
         for table in tables:
             known = self.tables.setdefault(table.name, table)
             if known is not table:
                 replaced.append(replace(known))
                 known.take_over(table)
-        self._order = [self.tables[table.name] for table in tables]
-        self._pending = _Transaction(self.progress(), [], effects)
+        ordered = [self.tables[table.name] for table in tables]
+        self._transactions.go_on_with(ordered, journal, metadata.global_step, effects)
         # Files go last, each of them whatever befalls the others: an interrupt then finds one state or the
         # other in memory, too.
         with contextlib.ExitStack() as stack:
@@ -371,16 +282,16 @@ class StateDirectory:
 
     def abandon(self) -> None:
         """Let everything go as a kill would: what is in memory may differ from what is on disk."""
-        self._draft = self._pending = None
+        self._transactions.forget()
         if not self.is_open:
             return
         for observer in tuple(self.observers):
             observer.before_close()
         with contextlib.ExitStack() as stack:
             stack.callback(self.held.release)
-            if self._journal is not None:
-                stack.callback(self._journal.close, remove=False)
-            for table in self._order:
+            if (journal := self._transactions.journal) is not None:
+                stack.callback(journal.close, remove=False)
+            for table in self._transactions.tables:
                 if table.writer is not None:
                     table.writer.abandon()
                 else:
@@ -395,7 +306,7 @@ class StateDirectory:
         held = getattr(self, "held", None)
         if held is not None and held.is_held:
             # A thread that is writing keeps its queue, and with it the directory, until the write has ended.
-            for table in self._order:
+            for table in self._transactions.tables:
                 if table.writer is not None:
                     table.writer.held = held
             warnings.warn(
@@ -406,64 +317,19 @@ class StateDirectory:
                 source=self,
             )
 
-    def _prepare_entry(
-        self, journal: Journal, progress: Progress, batches: Sequence[tuple[Table, Rows]]
-    ) -> list[Records]:
-        note = progress.to_bytes()
-        parts = [(self._order.index(table), rows, table.backend.schema.dtype) for table, rows in batches]
-        buffers = journal.begin(note, parts)
-        if buffers is None:
-            # The older entries may go once the tables hold what they say, as durably as the policy has it.
-            self._drain_tables()
-            with self._failing_for_good():
-                if journal.durable:
-                    self._flush_tables()
-                journal.release()
-            buffers = journal.begin(note, parts)
-        assert buffers is not None, "a journal that keeps one entry grows instead of refusing"
-        return buffers
+    def _refuse(self, error: OSError) -> None:
+        """Note for good that the device has refused to sync.
 
-    def _queued(self) -> bool:
-        return any(table.writer is not None and table.writer.queued for table in self._order)
-
-    def _drain_tables(self) -> None:
-        for table in self._order:
-            if table.writer is not None and table.writer.status != "stopped":
-                table.writer.drain()
-
-    def _sync(self) -> None:
-        with self._failing_for_good():
-            self._flush_tables()
-            if self._journal is not None:
-                self._journal.release()
-                self._journal.sync()
-        self._metadata.durable_step = self.global_step
-
-    def _flush_tables(self) -> None:
-        for table in self._order:
-            table.backend.flush()
-
-    @contextlib.contextmanager
-    def _failing_for_good(self) -> Iterator[None]:
-        """Refuse to go on after an error of the device inside the block.
-
-        Once a sync has failed, the system may have dropped what it could not write and call the pages clean;
-        on ext4 the extent may never become readable, however often it is written again. No later success
-        means anything.
+        Once it has, the system may have dropped what it could not write and call the pages clean; on ext4 the
+        extent may never become readable, however often it is written again. No later success means anything.
         """
-        try:
-            yield
-        except DiskSpaceError:
-            raise
-        except OSError as error:
-            self._metadata.failed = f"{error}"
-            if self._journal is None:  # which would know the counts
-                self._metadata.global_step = self.global_step
-                self._metadata.tables = [describe_table(table) for table in self._order]
-            with contextlib.suppress(OSError, StateMovedError):
-                self.held.check()
-                write_metadata(self.path, self._metadata, self.held.directory)
-            raise
+        self._metadata.failed = f"{error}"
+        if self._transactions.journal is None:  # which would know the counts
+            self._metadata.global_step = self.global_step
+            self._metadata.tables = [describe_table(table) for table in self._transactions.tables]
+        with contextlib.suppress(OSError, StateMovedError):
+            self.held.check()
+            write_metadata(self.path, self._metadata, self.held.directory)
 
     def _require_sound(self) -> None:
         if self._metadata.failed:

@@ -13,9 +13,10 @@ from dsa.kernels.report import StepReport
 from dsa.kernels.threads import thread_limit
 from dsa.prefetch import Prefetcher
 from dsa.schema import Rows
-from dsa.state import Effect, StateDirectory
+from dsa.state import StateDirectory
 from dsa.statistics import Counters, statistics
 from dsa.table import Table, stamp_of
+from dsa.transactions import Effect
 from dsa.update import compute_update
 from dsa.watch import ClampWatch
 

@@ -23,6 +23,7 @@ FLOORS = [
     ("what commands run, and examples", ["dsa.demo.*", "dsa.bench.*", "dsa.examples.*", "dsa.testing.*"]),
     ("the package", ["dsa"]),
     ("façades", ["dsa.embedding", "dsa.optimizer", "dsa.sparse_adam"]),
+    ("what modules have in common", ["dsa.disk_module"]),
     ("what façades have in common", ["dsa.portable"]),
     ("states to checkpoints and back", ["dsa.transfer"]),
     ("states and checkpoints compared", ["dsa.comparison", "dsa.repairs", "dsa.verification"]),
@@ -55,8 +56,8 @@ FLOORS = [
     ("recovery of a state", ["dsa.migration", "dsa.recovery"]),
     ("whole states", ["dsa.fingerprints", "dsa.replacement", "dsa.snapshot"]),
     ("creation of a state", ["dsa.creation"]),
-    ("an open state", ["dsa.state"]),
-    ("files of tables", ["dsa.table_files"]),
+    ("an open state", ["dsa.matching", "dsa.state"]),
+    ("files of tables, and how rows change", ["dsa.table_files", "dsa.transactions"]),
     ("what is asked for", ["dsa.storage"]),
     ("parts of a state", ["dsa.coalesce", "dsa.prefetch", "dsa.progress", "dsa.weights"]),
     ("older releases", ["dsa.legacy.*"]),
@@ -141,6 +142,7 @@ STORAGE = [
 GUARDED = {
     "torch": [
         "dsa.arguments",
+        "dsa.disk_module",
         "dsa.disk_parameter",
         "dsa.embedding",
         "dsa.flattening",
