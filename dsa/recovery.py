@@ -37,7 +37,7 @@ from dsa.progress import Progress
 from dsa.schema import Rows
 from dsa.state import StateDirectory
 from dsa.storage import Storage, TableSpec
-from dsa.table import Table, content_of, implausible_rows, outside_rows, stamp_of
+from dsa.table import Table, content_of, implausible_rows, lost_rows, outside_rows, stamp_of
 from dsa.table_files import drain_backend, match_kind, open_backend, stored_layout
 
 __all__ = [
@@ -363,6 +363,7 @@ def survey(table: Table, durable_step: int, advance: Callable[[int], object] = l
     newest = unsure = 0
     for first, records in table.backend.scan(0, len(table)):
         broken = implausible_rows(records) | outside_rows(records, table.k)
+        broken |= lost_rows(records, table.initializer is not None)
         stamps = records["s"][~broken]
         torn.append(first + np.flatnonzero(broken))
         newest = max(newest, int(stamps.max(initial=0)))

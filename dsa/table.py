@@ -29,6 +29,7 @@ __all__ = [
     "describe_table",
     "fill_untouched",
     "implausible_rows",
+    "lost_rows",
     "outside_rows",
     "read_records",
     "read_weights",
@@ -196,6 +197,18 @@ def outside_rows(records: Records, k: float) -> NDArray[np.bool_]:
         return np.zeros(len(records), np.bool_)
     squares = np.einsum("ij,ij->i", records["w"], records["w"], dtype=np.float64)
     return np.asarray(k * squares > 1.0)
+
+
+def lost_rows(records: Records, ruled: bool) -> NDArray[np.bool_]:
+    """Tell which records say that they were never written in a table whose rows all were, ``(B,)`` bool.
+
+    Args:
+        records: The records.
+        ruled: Whether the table has a rule for first weights, so that a row need not be written.
+    """
+    if ruled or "w" not in (records.dtype.names or ()):
+        return np.zeros(len(records), np.bool_)
+    return np.asarray(records["s"] == 0)
 
 
 def require_plausible(table: Table, first: int, records: Records) -> None:

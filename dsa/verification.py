@@ -30,7 +30,7 @@ from dsa.metadata import journal_files, owned_files, table_file_name
 from dsa.recovery import defects, doubts
 from dsa.schema import Records
 from dsa.subjects import Kind, find_checkpoint, state_directory
-from dsa.table import outside_rows
+from dsa.table import lost_rows, outside_rows
 
 __all__ = ["Verification", "verify"]
 
@@ -227,7 +227,7 @@ def _bad_rows(view: StateView, table: TableView, advance: Advance) -> list[str]:
             problems.append(f"row {first + start} of table {table.name!r} can't be used: {fault}")
             start += 1
         if not problems:
-            problems += _outside(table, first, records)
+            problems += _outside(table, first, records) or _lost(table, first, records)
             latest.take(first, records)
         advance(records.nbytes)
         if problems:
@@ -265,6 +265,17 @@ def _outside(table: TableView, first: int, records: Records) -> list[str]:
     return [
         f"row {first + int(places[0])} of table {table.name!r} can't be used: its norm {norm:.6g} is outside "
         f"the ball of radius {table.k**-0.5:.6g}"
+    ]
+
+
+def _lost(table: TableView, first: int, records: Records) -> list[str]:
+    """Return what is wrong with the first row that can't be as it is, if there is one."""
+    places = np.flatnonzero(lost_rows(records, table.initializer is not None))
+    if not len(places):
+        return []
+    return [
+        f"row {first + int(places[0])} of table {table.name!r} can't be used: it is zero, as if it had never "
+        "been written, and every row of this table was"
     ]
 
 

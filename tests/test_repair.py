@@ -89,6 +89,15 @@ def damage_row(path, row=7):
     flip(file, 4096 + row * stride + 5)
 
 
+def hole(path, row=7):
+    """Lose a row of the table 'relation', which has no rule: the disk has zeros in its place."""
+    file = next(path.glob("relation-*.dsa"))
+    stride = read_metadata(path).tables[1]["backend"]["stride"]
+    with open(file, "r+b") as stream:
+        stream.seek(4096 + row * stride)
+        stream.write(bytes(stride))
+
+
 def forget_close(path):
     """Not closed, and the last entry not applied yet: its records count."""
     file = journal(path)
@@ -115,6 +124,7 @@ def leave(path):
 CLOSED = {
     "whole": (nothing, "ok", "silent", "whole"),
     "a bit of a row": (damage_row, "checksum", "silent", "reset"),
+    "a hole": (hole, "as if it had never been written", "silent", "reset"),
     "left-over files": (leave, "no description names", "silent", "whole"),
 }
 OPEN = {
