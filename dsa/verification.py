@@ -82,10 +82,10 @@ def verify(
 ) -> Verification:
     """Find out whether a state directory or a checkpoint is whole; nothing of it is changed.
 
-    Of a checkpoint every block is compared with its checksum, and of a differential one its base's too. A
-    state directory its description, the headers and sizes of its files and its journal are checked, and of
-    every record its checksum, and whether its values are some that training produces. What can't be found is
-    a record that is whole and of an earlier step than it should be.
+    Of a checkpoint every block is compared with its checksum, and of a differential one its base's too. Of a
+    state directory, description, headers and sizes of files and the journal are checked, and of every record
+    its checksum and whether its values are some that training produces. What can't be found is a record that
+    is whole and of an earlier step than it should be; where a rule gives first weights, also one of zeros.
 
     Args:
         url: A state directory, or a checkpoint at a path or an fsspec URL.
