@@ -16,7 +16,7 @@ from dsa.errors import DiskSpaceError, StateCorruptError
 from dsa.holding import HeldDirectory
 from dsa.init import FromArray, Initializer
 from dsa.journal import Journal
-from dsa.metadata import METADATA_NAME, Metadata, journal_files, read_metadata, write_metadata
+from dsa.metadata import METADATA_NAME, Metadata, journal_files, read_metadata, unmark_failed, write_metadata
 from dsa.schema import Records
 from dsa.state import StateDirectory, describe_files
 from dsa.storage import Storage, TableSpec
@@ -207,6 +207,7 @@ def start(
     for table in tables:
         queue_writes(table, storage)
     journal = begin_life(held, metadata, tables, storage)
+    unmark_failed(held.path)
     for file in journal_files(held.path):
         if journal is None or file.name != metadata.journal_name:
             system.retried(file.unlink, True)

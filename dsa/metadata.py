@@ -14,8 +14,10 @@ Its `status` tells how the directory was left:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 import zlib
 from dataclasses import asdict, dataclass, field
@@ -32,9 +34,11 @@ __all__ = [
     "METADATA_NAME",
     "Metadata",
     "journal_files",
+    "mark_failed",
     "owned_files",
     "read_metadata",
     "table_file_name",
+    "unmark_failed",
     "write_metadata",
 ]
 
@@ -43,6 +47,7 @@ FORMAT_VERSION: Final = 4
 """1 and 2 are the layouts of releases 0.2 and 0.3, which `dsa.migrate` reads; 3 was never released."""
 
 METADATA_NAME: Final = "dsa.json"
+_FAILED_NAME: Final = "dsa.failed"
 DURABILITIES: Final = ("process", "power", "none")
 _SUFFIXES: Final = {"memmap": ".dsa", "zarr": ".zarr"}
 _TABLE_NAME: Final = re.compile(r"[a-z0-9_-]{0,40}-[0-9a-f]{16}(\.[0-9]+)?\.(dsa|zarr)")
@@ -133,6 +138,22 @@ def journal_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if _JOURNAL_NAME.fullmatch(path.name))
 
 
+def mark_failed(directory: Path, held: int | None) -> None:
+    """Leave a note that a sync was refused, for a description that can't be written either.
+
+    It is not synced: that would be refused, too. The same run of the system sees it, and another has no pages
+    that only seem to be on the device.
+    """
+    with contextlib.suppress(OSError):
+        name = _FAILED_NAME if held is not None else str(directory / _FAILED_NAME)
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=held))
+
+
+def unmark_failed(directory: Path) -> None:
+    """Remove the note: the files that it was about are not the state's any more."""
+    (directory / _FAILED_NAME).unlink(missing_ok=True)
+
+
 def write_metadata(directory: Path, metadata: Metadata, held: int | None = None) -> None:
     """Replace ``dsa.json`` durably.
 
@@ -172,7 +193,10 @@ def read_metadata(directory: Path) -> Metadata | None:
         )
     if checksum != _checksum(content):
         raise _corrupt(path, "does not match its checksum")
-    return _validated(path, content)
+    metadata = _validated(path, content)
+    if metadata.status == "open" and not metadata.failed and (directory / _FAILED_NAME).exists():
+        metadata.failed = "a sync was refused, and this description could not be written then"
+    return metadata
 
 
 def _validated(path: Path, content: dict[str, Any]) -> Metadata:

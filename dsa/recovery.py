@@ -31,7 +31,7 @@ from dsa.journal import Journal, salvage_journal
 from dsa.journal_format import Entry
 from dsa.manifolds import curvature_from_json
 from dsa.matching import match_names, match_stored_table, warn_of_curvature
-from dsa.metadata import METADATA_NAME, Metadata, read_metadata, write_metadata
+from dsa.metadata import METADATA_NAME, Metadata, mark_failed, read_metadata, write_metadata
 from dsa.notices import notify
 from dsa.progress import Progress
 from dsa.schema import Rows
@@ -158,6 +158,7 @@ def _noting_failure(held: HeldDirectory, stored: Metadata) -> Iterator[None]:
         # What recovery has brought up to date in memory is not on the device.
         known = read_metadata(held.path)
         if known is not None:
+            mark_failed(held.path, held.directory)
             write_metadata(held.path, replace(known, failed=stored.failed), held.directory)
         raise
 

@@ -18,7 +18,7 @@ from dsa.checkpoint.meter import Progress, metered
 from dsa.errors import StateIncompleteError
 from dsa.holding import HeldDirectory
 from dsa.inspection.directory import nothing_there
-from dsa.metadata import Metadata, journal_files, read_metadata, write_metadata
+from dsa.metadata import Metadata, journal_files, read_metadata, unmark_failed, write_metadata
 from dsa.recovery import Loss, defects, doubts, is_copy, make_anew, open_tables, replay, survey
 from dsa.schema import Rows, Schema
 from dsa.storage import Storage
@@ -308,6 +308,7 @@ def _close(held: HeldDirectory, stored: Metadata, tables: Sequence[Table], found
     system.sync_directory(path)
     held.check()
     write_metadata(path, stored, held.directory)
+    unmark_failed(path)
     for file in journal_files(path):
         system.retried(file.unlink, True)
     sweep(path, [(table.name, table.generation) for table in tables])

@@ -21,7 +21,7 @@ from dsa import system
 from dsa.errors import StateClosedError, StateFailedError, StateMovedError
 from dsa.holding import HeldDirectory, file_numbers
 from dsa.journal import Journal
-from dsa.metadata import Metadata, write_metadata
+from dsa.metadata import Metadata, mark_failed, write_metadata
 from dsa.progress import Progress
 from dsa.schema import Records, Rows
 from dsa.storage import Storage
@@ -329,6 +329,7 @@ class StateDirectory:
             self._metadata.tables = [describe_table(table) for table in self._transactions.tables]
         with contextlib.suppress(OSError, StateMovedError):
             self.held.check()
+            mark_failed(self.path, self.held.directory)
             write_metadata(self.path, self._metadata, self.held.directory)
 
     def _require_sound(self) -> None:

@@ -16,7 +16,7 @@ from dsa.init import Initializer
 from dsa.kernels.checks import describe_fault, first_implausible
 from dsa.kernels.threads import run_slices
 from dsa.manifolds import Manifold, manifold_of
-from dsa.schema import Records, Rows
+from dsa.schema import TORN, Records, Rows
 from dsa.writer import WriteBehind
 
 __all__ = [
@@ -131,8 +131,13 @@ def read_records(table: Table, rows: Rows, out: Records | None = None) -> Record
 
 
 def fill_untouched(table: Table, rows: Rows, records: Records) -> Records:
-    """Give the records that were never written their initial weights, in place."""
+    """Give the records that were never written their initial weights, in place.
+
+    Without a rule every row was written once: one that says otherwise was lost, and is marked as `TORN`.
+    """
     if table.initializer is None:
+        if "w" in table.backend.schema.names:
+            records["s"][records["s"] == 0] = TORN
         return records
     untouched = np.flatnonzero(records["s"] == 0)
     if len(untouched):
