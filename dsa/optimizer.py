@@ -90,8 +90,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
             `dsa.backends.Zarr` with ``compression="zstd"`` saves disk, at ten to hundreds of times the cost
             of a step. Left out where there is state, the backend is the state's, which can't be changed.
         allocate: ``"reserve"`` takes the whole disk space now; ``"sparse"`` takes it as rows are first
-            written, and a full disk then kills the process. Compressed shards take it as they are written,
-            and a full disk is an error.
+            written, as compressed shards do, and a step that finds none is an error and changes nothing.
         durability: ``"process"``: a step that has returned survives the death of the process (kill -9, out of
             memory). ``"power"``: it also survives a loss of power, at the cost of waiting for the disk in
             every step. ``"none"``: no journal; a step that is under way when the process dies may be torn.
