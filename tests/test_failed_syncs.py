@@ -286,3 +286,34 @@ def test_an_opening_whose_sync_is_refused_can_be_tried_again(tmp_path, device, k
             assert again.global_step == 3
             assert told(again) == expected
     assert not happened
+
+
+@every_durability
+def test_a_refusal_that_the_description_can_not_take_either_is_told(
+    tmp_path, device, monkeypatch, durability
+):
+    """Everything after the refusal is refused as well: the next opening knows all the same."""
+    path = tmp_path / "state"
+    optimizer = build(path, durability=durability)
+    optimizer.flush()
+    for seed in range(3):
+        optimizer.step(batch(seed))
+    contents = told(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "dsa.state.write_metadata", lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, "no"))
+        )
+        device.refuse(0)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            optimizer.flush()
+    with pytest.raises(StateFailedError):
+        optimizer.close()
+    assert read_metadata(path).failed
+    again, said = reopened(path, durability=durability)
+    with again:
+        assert told(again) == contents
+        assert durability == "power" or any("refused to keep the state" in each for each in said)
+    assert not list(path.glob("dsa.failed"))
+    again, said = reopened(path, durability=durability)
+    again.close()
+    assert not said
