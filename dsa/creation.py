@@ -14,7 +14,7 @@ from dsa import system
 from dsa.content import TableContent
 from dsa.errors import DiskSpaceError, StateCorruptError
 from dsa.holding import HeldDirectory
-from dsa.init import FromArray, Initializer
+from dsa.init import FromArray
 from dsa.journal import Journal
 from dsa.metadata import METADATA_NAME, Metadata, journal_files, read_metadata, unmark_failed, write_metadata
 from dsa.schema import Records
@@ -31,7 +31,7 @@ from dsa.table_files import (
     sweep,
     table_bytes,
 )
-from dsa.weights import write_initial_weights
+from dsa.weights import first_content
 from dsa.writer import WriteBehind
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
     "create_state",
     "is_current",
     "make_table",
-    "make_table_of",
     "queue_writes",
     "require_space",
     "start",
@@ -101,7 +100,7 @@ def create_state(
         if first:
             write_metadata(path, Metadata("creating", "", note="making a new state"), held.directory)
         # In place, one by one: what is made before a failure has to be undone.
-        tables.extend(make_table(path, spec, storage) for spec in specs)
+        tables.extend(make_table(path, first_content(spec), storage) for spec in specs)
         return start(held, metadata, tables, storage)
     except BaseException:
         if not is_current(path, metadata):
@@ -109,34 +108,7 @@ def create_state(
         raise
 
 
-def make_table(path: Path, spec: TableSpec, storage: Storage) -> Table:
-    """Make the file of one table, durably, and open it; nothing is left behind when that fails."""
-    file, generation = new_file(path, spec.name, storage.layout)
-    backend = make_backend(file, spec.source.rows, spec.schema, storage)
-    lazy = spec.source if isinstance(spec.source, Initializer) and "w" in spec.schema.names else None
-    table = Table(
-        spec.name,
-        backend,
-        lazy,
-        spec.second_moment,
-        spec.init_max_norm_fraction,
-        spec.k,
-        generation=generation,
-    )
-    try:
-        write_initial_weights(table, spec.source)
-        drain_backend(backend)
-        # Under every policy: what the description names is whole even if power is lost the moment after.
-        backend.flush()
-    except BaseException:
-        _discard(path, [table], [])
-        raise
-    return table
-
-
-def make_table_of(
-    path: Path, content: TableContent, storage: Storage, global_step: int | None = None
-) -> Table:
+def make_table(path: Path, content: TableContent, storage: Storage, global_step: int | None = None) -> Table:
     """Make the file of a table with some content, durably; nothing is left behind when that fails.
 
     Args:
@@ -161,6 +133,7 @@ def make_table_of(
         for first, records in content.blocks():
             _write_block(table, first, records, global_step)
         drain_backend(backend)
+        # Under every policy: what the description names is whole even if power is lost the moment after.
         backend.flush()
     except BaseException:
         _discard(path, [table], [])
@@ -175,11 +148,13 @@ def _write_block(table: Table, first: int, records: Records, global_step: int | 
     chosen = np.flatnonzero(records["s"] != 0) if lazy else np.arange(len(records))
     if len(chosen) == 0:
         return
-    kept = np.zeros(len(chosen), schema.dtype)
-    for name in kept.dtype.names or ():
-        kept[name] = records[name][chosen]
+    kept = records
+    if len(chosen) < len(records) or records.dtype != schema.dtype:
+        kept = np.zeros(len(chosen), schema.dtype)
+        for name in kept.dtype.names or ():
+            kept[name] = records[name][chosen]
     if not lazy:
-        kept["s"] = np.where(kept["s"] == 0, 1, kept["s"])  # without a rule every row is one that was written
+        kept["s"][kept["s"] == 0] = 1  # without a rule every row is one that was written
     if global_step is not None:
         kept["s"] = stamp_of(global_step)
     table.backend.reserve(first + chosen)
@@ -194,7 +169,7 @@ def add_table(state: StateDirectory, spec: TableSpec, storage: Storage) -> Table
         ValueError: an array of first weights holds a value that is not finite.
     """
     require_space(state.path, [spec], storage)
-    table = make_table(state.path, spec, storage)
+    table = make_table(state.path, first_content(spec), storage)
     queue_writes(table, storage)
     state.add(table)
     return table

@@ -23,7 +23,7 @@ import numpy as np
 
 from dsa import system
 from dsa.backends.base import StateBackend
-from dsa.creation import make_table_of, start
+from dsa.creation import make_table, start
 from dsa.errors import StateCorruptError, StateWarning
 from dsa.holding import HeldDirectory, file_numbers
 from dsa.init import from_json
@@ -377,7 +377,7 @@ def make_anew(path: Path, tables: Sequence[Table], storage: Storage) -> None:
     """Copy each table to a file of its own, whose blocks the device has not refused."""
     for table in tables:
         old = table.backend
-        table.take_over(make_table_of(path, content_of(table), storage))
+        table.take_over(make_table(path, content_of(table), storage))
         with contextlib.suppress(OSError):
             old.close()
 

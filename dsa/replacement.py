@@ -19,7 +19,7 @@ import numpy as np
 
 from dsa import system
 from dsa.content import StateContent, TableContent
-from dsa.creation import begin_life, is_current, make_table_of, queue_writes
+from dsa.creation import begin_life, is_current, make_table, queue_writes
 from dsa.curvature import CurvatureMap, recurve
 from dsa.errors import DiskSpaceError
 from dsa.holding import HeldDirectory
@@ -210,7 +210,7 @@ def _make_tables(
     made: list[Table] = []
     try:
         # In place, one by one: what is made before a failure has to be undone.
-        made.extend(make_table_of(path, content, storage, global_step) for content in contents)
+        made.extend(make_table(path, content, storage, global_step) for content in contents)
     except BaseException:
         _unmake(path, made)
         raise

@@ -169,7 +169,7 @@ class Killed(BaseException):
 PLACES = [
     "dsa.migration.write_content",
     "dsa.creation.make_backend",
-    "dsa.replacement.make_table_of",
+    "dsa.replacement.make_table",
     "dsa.replacement.write_metadata",
     "dsa.creation.begin_life",
     "dsa.creation.sweep",

@@ -735,10 +735,12 @@ GATES = {
     "before the old files go": "dsa.opening.remove_table_file = gate",
     "before the description": "dsa.creation.write_metadata = gate",
     "between two tables": """
-real = dsa.creation.write_initial_weights
-def write(table, source):
-    gate() if table.name == "right" else real(table, source)
-dsa.creation.write_initial_weights = write
+real = dsa.creation.make_table
+def make(path, content, *options):
+    if content.name == "right":
+        gate()
+    return real(path, content, *options)
+dsa.creation.make_table = make
 """,
     "before the first table": "dsa.backends.memmap.MemmapBackend.create = gate",
 }

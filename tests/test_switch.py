@@ -272,7 +272,7 @@ def refuse(*ignored, **also_ignored):
 MOMENTS = {
     "the description": ("dsa.creation.write_metadata", refuse),
     "the journal": ("dsa.creation.Journal.create", refuse),
-    "the second table": ("dsa.replacement.make_table_of", None),
+    "the second table": ("dsa.replacement.make_table", None),
     "the directory": ("dsa.system.sync_directory", refuse),
 }
 
@@ -292,7 +292,7 @@ def test_a_full_disk_at_a_change(tmp_path, monkeypatch, name, kind, moment):
         optimizer.step(batch(0))
         place, replacement = MOMENTS[moment]
         if replacement is None:
-            real, made = dsa.replacement.make_table_of, []
+            real, made = dsa.replacement.make_table, []
 
             def replacement(*arguments):
                 if made:

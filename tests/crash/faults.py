@@ -291,7 +291,7 @@ def points() -> Iterator[None]:
             stack.enter_context(patch(owner, attribute, replacement))
         for owner, attribute, name in (
             (dsa.recovery, "_apply", "replay"),
-            *((module, "make_table_of", "table made") for module in (dsa.recovery, dsa.replacement)),
+            *((module, "make_table", "table made") for module in (dsa.recovery, dsa.replacement)),
             (dsa.creation, "make_table", "table made"),
             *((module, "begin_life", "life") for module in (dsa.creation, dsa.replacement)),
             (StateDirectory, "adopt", "takeover"),
