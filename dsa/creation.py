@@ -159,6 +159,7 @@ def _write_block(table: Table, first: int, records: Records, global_step: int | 
         kept["s"] = stamp_of(global_step)
     table.backend.reserve(first + chosen)
     table.backend.write(first + chosen, kept)
+    table.rows_written += len(chosen)
 
 
 def add_table(state: StateDirectory, spec: TableSpec, storage: Storage) -> Table:
@@ -245,8 +246,9 @@ def _make_journal(path: Path, metadata: Metadata, storage: Storage) -> Journal:
     durable = storage.durability == "power"
     keeps = durable or storage.queue is not None or storage.overlay_bytes > 0
     limit = (storage.overlay_bytes or _RETAINING_BYTES) if keeps else 0
+    first = min(_FIRST_BYTES, limit or _FIRST_BYTES)
     file = path / metadata.journal_name
-    return Journal.create(file, metadata.journal_identity, _FIRST_BYTES, durable, limit)
+    return Journal.create(file, metadata.journal_identity, first, durable, limit)
 
 
 def queue_writes(table: Table, storage: Storage) -> None:

@@ -77,12 +77,12 @@ class ParameterWeights:
         put_rows(self._alive(), rows, weights)
 
     def fingerprint(self) -> str:
-        """Return a hash of all the weights as float32; an empty string when the parameter is gone."""
+        """Return a hash of all the weights as float32; an empty string when they are gone."""
         parameter = self._parameter()
-        if parameter is None:
+        if parameter is None or parameter.untyped_storage().nbytes() == 0:
             return ""
-        rows, dim = parameter.shape
-        state, block = 0, max(1, _BLOCK_BYTES // (4 * dim))
+        rows, state = len(parameter), 0
+        block = max(1, _BLOCK_BYTES // (4 * row_elements(parameter.shape)))
         for start in range(0, rows, block):
             taken = take_rows(parameter, np.arange(start, min(rows, start + block)))
             state = hash_words(taken.view(np.int32), state)

@@ -102,10 +102,11 @@ class Table:
         return self.backend.schema.dim
 
     def take_over(self, other: Table) -> None:
-        """Become another table, but for the name, the weights in memory, and the counts of use."""
+        """Become another table, but for the name and the weights in memory; counts of use are added up."""
         for name in ("backend", "initializer", "second_moment", "init_max_norm_fraction", "k", "steps"):
             setattr(self, name, getattr(other, name))
         self.writer, self.generation = other.writer, other.generation
+        self.rows_written += other.rows_written
 
     @property
     def space(self) -> Manifold:

@@ -61,7 +61,7 @@ DELIBERATE = {
         ("dsa.demo.command", "--picture needs matplotlib"),
         ("dsa.directories", "{error}"),
         ("dsa.notices", "{message}"),
-        ("dsa.recovery", "in {path}, {error}"),
+        ("dsa.matching", "in {path}, {error}"),
     ],
     "what the system or a library says, with its own class": [
         ("dsa.checkpoint.exchange", "{code}"),

@@ -307,7 +307,7 @@ def test_a_forked_child_announces_nothing(optimizer, hints):
             with pytest.raises(StateClosedError):
                 optimizer.prefetch([2], "left")
             optimizer.close()
-            optimizer._prefetcher.close()
+            optimizer._stepping.prefetcher.close()
             code = 0
         finally:
             os._exit(code)

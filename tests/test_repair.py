@@ -44,7 +44,7 @@ def left_behind(path, durability="process", backend="memmap", steps=STEPS):
         optimizer.step(batch(step))
     history.append(_now(optimizer))
     if durability == "none":
-        optimizer._state._drain_tables()
+        optimizer._state._transactions.drain()
     optimizer._state.abandon()
     return history
 

@@ -92,7 +92,7 @@ def test_without_the_journal_the_tables_are_kept(left, how, restart):
     optimizer, numbers, text = reopened(left)
     with optimizer:
         assert numbers == [1, 4, len(ROWS), 0]
-        assert "the journal is not whole either" in text
+        assert "and the journal" in text
         assert optimizer.global_step == 4
         assert (read(optimizer)["t"][ROWS] == 4).all()
         step(optimizer)
@@ -130,7 +130,7 @@ def test_tables_and_journal_of_different_moments(tmp_path, restart, table, journ
     for first in (0, 5):
         step(optimizer, first)
         if queued:
-            optimizer._state._drain_tables()
+            optimizer._state._transactions.drain()
         moments.append(kept(path))
         contents.append(read(optimizer))
     optimizer._state.abandon()

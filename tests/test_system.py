@@ -16,7 +16,7 @@ from current_files import table_file
 
 import dsa
 from dsa import DiskSparseRiemannianAdam, init, system
-from dsa.errors import DiskSpaceError, StateCorruptError, StateLockedError
+from dsa.errors import DiskSpaceError, StateCorruptError, StateError, StateLockedError
 
 ROWS, DIM = 3_000, 4
 TABLES = {"rule": init.Normal(ROWS, DIM, 0.1, seed=1), "array": torch.linspace(-0.1, 0.1, 40).reshape(10, 4)}
@@ -162,7 +162,7 @@ def test_reserving_by_writing_zeros(descriptor, tmp_path, monkeypatch):
 
 
 def failing(number):
-    def call(*_):
+    def call(*_, **__):
         raise OSError(number, os.strerror(number))
 
     return call
@@ -246,7 +246,7 @@ def test_an_error_of_the_lock_itself_is_not_taken_for_a_holder(tmp_path, monkeyp
     if system.fcntl is None:
         pytest.skip("this system has no flock")
     monkeypatch.setattr(system.fcntl, "flock", failing(errno.ENOLCK))
-    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)) as caught:
+    with pytest.raises(StateError, match=os.strerror(errno.ENOLCK)) as caught:
         DiskSparseRiemannianAdam({"a": init.Zeros(3, 2)}, disk_dir=tmp_path)
     assert not isinstance(caught.value, StateLockedError)
 
@@ -257,7 +257,7 @@ WRITE = """
 import os, sys
 from pathlib import Path
 from dsa import system
-def gate(*ignored):
+def gate(*ignored, **also_ignored):
     print("at the gate", flush=True)
     sys.stdin.read()
 if sys.argv[2] == "half written":

@@ -138,7 +138,7 @@ def test_zarr_reads_live_values_while_training_runs(tmp_path, queue):
         for batch in batches(12):
             optimizer.step(batch)
             if queue:
-                optimizer._state._drain_tables()
+                optimizer._state._transactions.drain()
             for name, (ids, _) in batch.items():
                 rows = np.unique(ids)
                 assert groups[name]["t"][:][rows].min() > 0

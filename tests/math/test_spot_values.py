@@ -39,7 +39,8 @@ def test_the_frozen_values_cover_the_radii_and_the_clamp():
 def test_the_generator_still_gives_the_frozen_values(index):
     inputs = spot_inputs()[index]
     frozen = CASES[index]
-    assert {name: frozen[name] for name in inputs} == inputs
-    assert spot_outputs(inputs) == {
-        name: frozen[name] for name in ("new_w", "new_v", "new_diagonal", "clamped")
-    }
+    # Not to the last bit: norms and square roots of a library differ between processors.
+    for name, value in inputs.items():
+        np.testing.assert_allclose(frozen[name], value, rtol=4 * EPS, atol=0, err_msg=name)
+    for name, value in spot_outputs({name: frozen[name] for name in inputs}).items():
+        np.testing.assert_array_equal(frozen[name], value, err_msg=name)  # mpmath's, the same everywhere
