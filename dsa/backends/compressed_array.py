@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,11 @@ from dsa import system
 from dsa.backends.chunk_cache import run_bounds
 from dsa.backends.zarr_group import LABEL_BYTES, corrupt, shard_files, shard_label
 from dsa.errors import StateCorruptError
-from dsa.kernels.columns import Units, scatter_column, unit_of, units_of
+from dsa.kernels.checksums import factors
+from dsa.kernels.columns import Units, scatter_column, sum_column, unit_of, units_of
+from dsa.kernels.layout import Words
 from dsa.kernels.threads import run_slices
-from dsa.schema import TORN, Records, Rows
+from dsa.schema import TORN, Rows
 from dsa.shards.encoding import decode_chunk, encode_chunk, index_bytes, place_index, read_index
 from dsa.shards.layout import ArrayLayout
 
@@ -80,6 +82,7 @@ class CompressedArray:
         field: The field's place in the record.
         offset: Where the field lies in a record, in bytes.
         follows: Whether another process may replace shards.
+        units: Units of the record before those of the field, for the checksum.
 
     Raises:
         StateCorruptError: a shard is missing, truncated, extended, damaged in its index or another one.
@@ -94,11 +97,14 @@ class CompressedArray:
         offset: int,
         *,
         follows: bool = False,
+        units: int = 0,
     ) -> None:
         self._table, self._identity, self._field, self._follows = table, identity, field, follows
         self.layout = layout
         self.unit = unit_of(layout.spec.row_bytes)
         self.column = offset // self.unit.itemsize
+        self.width = layout.spec.row_bytes // self.unit.itemsize
+        self._factors = factors(units + self.width)[units:]
         self._files = shard_files(table, layout)
         self._places: list[_Places | None] = [None] * layout.shards
         self._unsynced: set[int] = set()
@@ -141,6 +147,10 @@ class CompressedArray:
                         damaged.append(k)
         return damaged
 
+    def add_to(self, sums: Words, units: Units, column: int = 0) -> None:
+        """Add the field of rows to their checksums: its units, or those of records from its column on."""
+        sum_column(units, column, self._factors, sums)
+
     def announce(self, chunks: NDArray[np.int64]) -> None:
         """Announce where chunks lie to the system; see `decode` for them."""
         for shard, begin, end in self._by_shard(chunks):
@@ -152,7 +162,7 @@ class CompressedArray:
             with self._open(shard) as file:
                 system.announce_ranges(file.fileno(), starts, lengths)
 
-    def prepare(self, shard: int, rows: Rows, records: Records, torn: Sequence[int] = ()) -> Replacement:
+    def prepare(self, shard: int, rows: Rows, records: NDArray[Any], torn: Sequence[int] = ()) -> Replacement:
         """Write a shard anew, in which some rows are other ones, beside the one that is in place.
 
         Args:
@@ -169,8 +179,8 @@ class CompressedArray:
         bounds = run_bounds(owners)
         chunks = owners[bounds[:-1]]
         encoded = self._read_chunks(shard)
-        units, width = units_of(records, self.unit), layout.spec.row_bytes // self.unit.itemsize
-        fresh = np.zeros((len(chunks) * layout.chunk_rows, width), self.unit)
+        units = units_of(records, self.unit)
+        fresh = np.zeros((len(chunks) * layout.chunk_rows, self.width), self.unit)
 
         def renew(start: int, stop: int) -> list[int]:
             damaged = []

@@ -9,7 +9,9 @@ the new one. What its cache holds is of the moment when it was read.
 
 Damage is noticed: by the checksum of an index when the table is opened, by that of a chunk when it is read.
 The rows of a damaged chunk are handed out with the stamp `dsa.schema.TORN`, and what else they hold is zero;
-where records have no stamp to say so, it is an error.
+where records have no stamp to say so, it is an error. The fields' shards are replaced one after the other, so
+that a loss of power can leave a row whose fields are of different times. A checksum for each row, the array
+`c`, tells: such a row is handed out with that stamp too.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import itertools
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -31,16 +33,19 @@ from numpy.typing import NDArray
 from dsa.backends.chunk_cache import ChunkCache, Hold, run_bounds
 from dsa.backends.cold_reads import ColdReads
 from dsa.backends.compressed_array import CompressedArray, Replacement, make_empty_shards
+from dsa.backends.settling import settle
 from dsa.backends.zarr_group import (
     array_layouts,
     check_group,
+    checksum_layouts,
     corrupt,
     describe_group,
     sync_tree,
     write_group,
 )
 from dsa.errors import StateClosedError, StateCorruptError
-from dsa.kernels.columns import gather_column, units_of
+from dsa.kernels.columns import Units, gather_column, units_of
+from dsa.kernels.layout import Words
 from dsa.kernels.threads import run_slices
 from dsa.schema import TORN, Records, Rows, Schema, has_stamp
 
@@ -90,8 +95,10 @@ class CompressedZarrBackend:
         self._tree_synced = not writable
         self._reads = ColdReads()
         self._cache_bytes = cache_bytes
-        self._layouts = array_layouts(description)
-        # Without a stamp there is nothing to mark.
+        fields, checksums = array_layouts(description), checksum_layouts(description)
+        self._layouts = fields + checksums
+        self._fields = len(fields)
+        # Without a stamp there is nothing to mark, and there are no checksums.
         self._stamp = self._schema.names.index("s") if has_stamp(self._schema) else -1
         self._closed = False
         # How often each shard was replaced.
@@ -128,7 +135,7 @@ class CompressedZarrBackend:
         description = describe_group(rows, schema, "zstd", shard_bytes)
         path.mkdir()
         try:
-            for number, layout in enumerate(array_layouts(description)):
+            for number, layout in enumerate(array_layouts(description) + checksum_layouts(description)):
                 make_empty_shards(path, description["id"], layout, number)
             write_group(path, description)
             return cls(path, description, cache_bytes, writable=True)
@@ -242,17 +249,20 @@ class CompressedZarrBackend:
         return copy.deepcopy(self._description)
 
     def _open_arrays(self) -> list[CompressedArray]:
-        return [
-            CompressedArray(
+        arrays: list[CompressedArray] = []
+        for number, layout in enumerate(self._layouts):
+            offset = self._schema.offset(layout.spec.name) if number < self._fields else 0
+            array = CompressedArray(
                 self._path,
                 self._description["id"],
                 layout,
                 number,
-                self._schema.offset(layout.spec.name),
+                offset,
                 follows=not self._writable,
+                units=sum(each.width for each in arrays),
             )
-            for number, layout in enumerate(self._layouts)
-        ]
+            arrays.append(array)
+        return arrays
 
     def _require_open(self) -> None:
         if self._closed:
@@ -268,33 +278,44 @@ class CompressedZarrBackend:
         return self._shared
 
     def _gather(self, rows: Rows, records: Records) -> None:
+        if self._gather_marked(rows, records):
+            settle(self._gather_once, rows, records)
+
+    def _gather_once(self, rows: Rows) -> Records:
+        records = self._blank(len(rows), self._dtype)
+        self._gather_marked(rows, records)
+        return records
+
+    def _gather_marked(self, rows: Rows, records: Records) -> bool:
+        """Fill records, with the mark of those that are torn, and tell whether there are any."""
         shared = self._enter()
         owners = rows // shared.cache.chunk_rows
         bounds = run_bounds(owners)
-        first = 0
+        first, torn = 0, False
         while first < len(bounds) - 1:
             with shared.lock:
                 hold = shared.cache.hold(owners[bounds[first:-1]])
                 shards = hold.chunks[hold.missing] // self._layouts[0].chunks_per_shard
                 versions = self._versions[shards]
-            filled = hold.missing[:0]
+            whole = np.zeros(len(hold.missing), np.bool_)
             try:
-                self._fill(hold, shared)
+                whole = self._fill(hold, shared)
                 last = first + len(hold.chunks)
-                self._copy(hold, rows, records, bounds[first : last + 1])
-                first, filled = last, hold.missing
+                torn |= self._copy(hold, rows, records, bounds[first : last + 1])
+                first = last
             finally:
                 with shared.lock:
                     # What was rewritten meanwhile is right for every row but those that were written.
-                    kept = self._versions[shards] == versions
-                    shared.cache.release(hold, filled[kept[: len(filled)]])
+                    whole &= self._versions[shards] == versions
+                    shared.cache.release(hold, hold.missing[whole])
+        return torn
 
-    def _fill(self, hold: Hold, shared: _Shared) -> None:
-        """Decompress the chunks that a hold misses."""
+    def _fill(self, hold: Hold, shared: _Shared) -> NDArray[np.bool_]:
+        """Decompress the chunks that a hold misses; tell which of them are to be found from now on."""
         chunks, slots = hold.chunks[hold.missing], hold.slots[hold.missing]
         rows = shared.cache.chunk_rows
 
-        def decode(start: int, stop: int) -> None:
+        def decode(start: int, stop: int) -> list[bool]:
             some = slice(start // rows, stop // rows)
             places = [slice(slot * rows, (slot + 1) * rows) for slot in slots[some].tolist()]
             damaged: set[int] = set()
@@ -305,22 +326,45 @@ class CompressedZarrBackend:
             for k in damaged:
                 for number, field in enumerate(hold.fields):
                     field[places[k]] = TORN if number == self._stamp else 0
+            torn = [self._mark_torn([field[place] for field in hold.fields]) for place in places]
+            # Whose fields are of different times will be whole when another process has replaced them all.
+            return [self._writable or not each for each in torn]
 
-        run_slices(decode, len(chunks) * rows)
+        parts = run_slices(decode, len(chunks) * rows)
+        return np.array([each for part in parts for each in part], np.bool_)
 
-    def _copy(self, hold: Hold, rows: Rows, records: Records, bounds: NDArray[np.int64]) -> None:
-        """Copy the records of the rows of a hold's chunks, which lie between the bounds."""
+    def _mark_torn(self, fields: Sequence[Units]) -> bool:
+        """Mark the rows that don't match their checksums, and tell whether there are any."""
+        if self._stamp < 0:
+            return False
+        sums = np.zeros(len(fields[0]), np.int32)
+        for array, field in zip(self._arrays[: self._fields], fields, strict=False):
+            array.add_to(sums, field)
+        torn = sums != fields[-1][:, 0]
+        found = bool(torn.any())
+        if found:
+            fields[self._stamp][torn] = TORN
+        return found
+
+    def _copy(self, hold: Hold, rows: Rows, records: Records, bounds: NDArray[np.int64]) -> bool:
+        """Copy the records of the rows of a hold's chunks, which lie between the bounds.
+
+        Returns:
+            Whether any is marked.
+        """
         start, stop = int(bounds[0]), int(bounds[-1])
         chunk_rows = self._layouts[0].chunk_rows
         places = np.repeat(hold.slots, np.diff(bounds)) * chunk_rows + rows[start:stop] % chunk_rows
-        for array, field in zip(self._arrays, hold.fields, strict=True):
+        for array, field in zip(self._arrays[: self._fields], hold.fields, strict=False):
             units = units_of(records, array.unit)[start:stop]
             gather_column(field, places, 0, units, array.column)
+        return self._stamp >= 0 and bool((hold.fields[self._stamp][places] == TORN).any())
 
     def _rewrite(self, shard: int, rows: Rows, records: Records) -> None:
         shared = self._enter()
         try:
             replacements = self._prepare(shard, rows, records)
+            self._mark_torn([each.rows for each in replacements])  # for the cache: they are encoded
             with shared.lock:
                 self._versions[shard] += 1
                 cache, chunks = shared.cache, replacements[0].chunks
@@ -339,7 +383,10 @@ class CompressedZarrBackend:
             raise
 
     def _prepare(self, shard: int, rows: Rows, records: Records) -> list[Replacement]:
-        replacements = [array.prepare(shard, rows, records) for array in self._arrays]
+        arrays = self._arrays[: self._fields]
+        replacements = [array.prepare(shard, rows, records) for array in arrays]
+        sums = self._sums_of(records)
+        replacements += [array.prepare(shard, rows, sums) for array in self._arrays[self._fields :]]
         damaged: set[int] = set()
         for array, replacement in zip(self._arrays, replacements, strict=True):
             self._require_stamp(array, np.array(replacement.damaged, np.int64))
@@ -348,6 +395,12 @@ class CompressedZarrBackend:
             stamps = self._arrays[self._stamp]
             replacements[self._stamp] = stamps.prepare(shard, rows, records, torn=sorted(damaged))
         return replacements
+
+    def _sums_of(self, records: Records) -> Words:
+        sums = np.zeros(len(records), np.int32)
+        for array in self._arrays[: self._fields]:
+            array.add_to(sums, units_of(records, array.unit), array.column)
+        return sums
 
     def _require_stamp(self, array: CompressedArray, damaged: NDArray[np.int64]) -> None:
         if self._stamp < 0 and len(damaged):

@@ -6,7 +6,7 @@
     w/zarr.json      an array; its attribute `dsa_field` names the table's id and the field
     w/c/0/0          a shard: inner chunks, a label, the index
     t/c/0            a shard of a field with one number per row
-    c/zarr.json      without compression: an array of dsa's own, a checksum for each row
+    c/zarr.json      an array of dsa's own: a checksum for each row
 
 A reader takes the chunks from where the index says that they are, so that bytes of our own may lie before it:
 the label, which says of which table, field and place a shard is. Truncated, swapped and foreign files are
@@ -14,8 +14,8 @@ told apart from sound ones when the table is opened.
 
 The checksum of a row is that of `dsa.kernels.checksums` over its fields in the record's order, each number
 cut into int32 words, or into int16 ones where a row of its field is no whole number of words; the n-th word
-has the n-th factor. Rows of zeros have the checksum 0. Compressed chunks have checksums of zstd's and need no
-other.
+has the n-th factor. Rows of zeros have the checksum 0. Compressed chunks have checksums of zstd's besides,
+which tell damage, but not fields of different times.
 
 The documents are compared by what they say and not byte by byte: consolidated metadata or attributes that
 someone adds do no harm.
@@ -82,9 +82,9 @@ def describe_group(
     """
     if rows < 1:
         raise ValueError(f"rows={rows!r} is out of range: pass at least 1")
-    specs = _specs(rows, schema)
+    specs = [*_specs(rows, schema), *_checksum_specs(rows, schema)]
     if compression is None:
-        layouts = _mapped_layouts([*specs, *_checksum_specs(rows, schema)], shard_bytes)
+        layouts = _mapped_layouts(specs, shard_bytes)
     else:
         widest = max(specs, key=lambda spec: spec.row_bytes)
         chunk = max(1, min(_COMPRESSED_CHUNK_ROWS, _LARGEST_CHUNK // widest.row_bytes))
@@ -149,8 +149,6 @@ def _checksum_specs(rows: int, schema: Schema) -> list[ArraySpec]:
 
 def checksum_layouts(description: dict[str, Any]) -> list[ArrayLayout]:
     """Return how the array of checksums is cut, if there is one."""
-    if description["compression"] is not None:
-        return []
     specs = _checksum_specs(description["rows"], Schema.from_json(description["schema"]))
     return [ArrayLayout(spec, *description["cuts"][spec.name]) for spec in specs]
 
@@ -222,7 +220,7 @@ def check_group(path: Path, description: dict[str, Any]) -> None:
         what = "is another table's" if isinstance(stored, dict) else "was not written by dsa"
         raise corrupt(path, f"{what}, or its {DOCUMENT} is damaged")
     # The description is what `describe_group` made, so that its values need no further check.
-    if description["compression"] is None and len(description["cuts"]) < _arrays_of(description):
+    if len(description["cuts"]) < _arrays_of(description):
         what = "is of an older version, whose rows have no checksums and which this release can't read"
         raise StateCorruptError(f"the table {str(path)!r} {what}: start over, or import a checkpoint")
     for layout in array_layouts(description) + checksum_layouts(description):

@@ -19,6 +19,7 @@ __all__ = [
     "gather_summed",
     "scatter_column",
     "scatter_summed",
+    "sum_column",
     "unit_of",
     "units_of",
 ]
@@ -126,3 +127,11 @@ def scatter_summed(
         for j in range(width):
             target[j] = source[j]
         sums[p] = _summed(source, factors, sums[p])
+
+
+@compiled
+def sum_column(records: Units, column: int, factors: Words, sums: Words) -> None:
+    """Add a field of records to their checksums, as many units from `column` on as there are factors."""
+    width = factors.shape[0]
+    for p in range(records.shape[0]):
+        sums[p] = _summed(records[p, column : column + width], factors, sums[p])

@@ -10,6 +10,7 @@ from zarr_tables import files_of
 
 from dsa.backends.memmap import MemmapBackend
 from dsa.backends.zarr import ZarrBackend
+from dsa.backends.zarr_compressed import CompressedZarrBackend
 from dsa.errors import StateCorruptError
 from dsa.schema import adam_schema
 from dsa.testing import random_records
@@ -82,12 +83,16 @@ def test_the_former_version_is_refused_in_words(tmp_path):
         MemmapBackend.open(path, description)
 
 
-def test_a_zarr_table_without_checksums_is_refused_in_words(tmp_path):
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_zarr_table_without_checksums_is_refused_in_words(tmp_path, compression):
     path = tmp_path / "zarr"
     shutil.copytree(GOLDEN / "tables" / "zarr", path)
-    former = make_tables.ZARR | {"cuts": {name: [5, 5] for name in make_tables.FIELDS}}
+    former = make_tables.ZARR | {
+        "compression": compression,
+        "cuts": {name: [5, 5] for name in make_tables.FIELDS},
+    }
     root = {"attributes": {"dsa_table": former}, "node_type": "group", "zarr_format": 3}
     make_tables.write_json(path / "zarr.json", root)
     shutil.rmtree(path / "c")
     with pytest.raises(StateCorruptError, match="of an older version, whose rows have no checksums"):
-        ZarrBackend.open(path, former)
+        (CompressedZarrBackend if compression else ZarrBackend).open(path, former)

@@ -2,19 +2,22 @@
 
 import errno
 import os
+import shutil
 import threading
 
 import numpy as np
 import pytest
+import zarr
+from test_golden import make_tables
 from zarr_tables import Compressed, damage, decode, files_of, make, occupied
 
-from dsa.backends import compressed_array
+from dsa.backends import compressed_array, settling
 from dsa.backends.chunk_cache import ChunkCache
 from dsa.backends.zarr_compressed import CompressedZarrBackend
 from dsa.backends.zarr_group import array_layouts
 from dsa.errors import StateClosedError
 from dsa.kernels.threads import thread_limit
-from dsa.schema import adam_schema
+from dsa.schema import TORN, adam_schema
 from dsa.shards.layout import ArrayLayout, ArraySpec
 from dsa.testing import BackendConformance, assert_records_equal, random_records
 
@@ -141,7 +144,7 @@ def test_a_write_rewrites_each_shard_once(path, monkeypatch):
     rows = np.sort(np.concatenate([np.arange(0, 50, 3), shard_rows * 2 + np.arange(0, shard_rows, 7)]))
     backend.write(rows, random_records(SCHEMA, len(rows), 1))
     wanted = {path / field / "c" / shard / "0" for field in "wmv" for shard in "02"}
-    wanted |= {path / field / "c" / shard for field in "ts" for shard in "02"}
+    wanted |= {path / field / "c" / shard for field in "tsc" for shard in "02"}
     assert sorted(replaced) == sorted(wanted)
     backend.close()
 
@@ -171,16 +174,24 @@ def test_a_disk_that_refuses(path, monkeypatch, name, nth):
     monkeypatch.setattr(os, name, function)
     both = old.copy()
     both[rows] = new
-    for found in (backend.read(np.arange(ROWS)), decode(path, description)):
-        for field in SCHEMA.names:
-            agree = (bits(found[field]) == bits(old[field])) | (bits(found[field]) == bits(both[field]))
-            assert agree.all()
-    assert_records_equal(decode(path, description), backend.read(np.arange(ROWS)))
+    found = decode(path, description)
+    assert_marked(backend.read(np.arange(ROWS)), found, rows)
+    for field in SCHEMA.names:
+        agree = (bits(found[field]) == bits(old[field])) | (bits(found[field]) == bits(both[field]))
+        assert agree.all()
     assert names_of(path) == names
     backend.write(rows, new)
     assert_records_equal(backend.read(np.arange(ROWS)), both)
     backend.close()
     assert_records_equal(decode(path, description), both)
+
+
+def assert_marked(found, stored, rows):
+    """Check that what is read is what the files hold, but for rows that are marked as torn."""
+    torn = np.flatnonzero(found["s"] == TORN)
+    assert np.isin(torn, rows).all()
+    found["s"][torn] = stored["s"][torn]
+    assert_records_equal(found, stored)
 
 
 def bits(field):
@@ -189,7 +200,7 @@ def bits(field):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("nth", range(10))
+@pytest.mark.parametrize("nth", range(12))
 def test_an_interrupt_at_a_rename(path, monkeypatch, moment, nth):
     """Ctrl-C between a rename and what memory knows of it: the next read looks at the file again."""
     description, old = make(HOOKS, path, ROWS, SCHEMA)
@@ -212,10 +223,114 @@ def test_an_interrupt_at_a_rename(path, monkeypatch, moment, nth):
     with pytest.raises(KeyboardInterrupt):
         backend.write(rows, new.copy())
     monkeypatch.undo()
-    assert_records_equal(backend.read(np.arange(ROWS)), decode(path, description))
+    assert_marked(backend.read(np.arange(ROWS)), decode(path, description), rows)
     backend.write(rows, new)
     old[rows] = new
     assert_records_equal(backend.read(np.arange(ROWS)), old)
+    backend.close()
+
+
+@pytest.fixture
+def two_versions(path):
+    """A table and a copy of it before its rows 100, 102, ..., 698 were written again."""
+    description, old = make(HOOKS, path, ROWS, SCHEMA, stamps=4)
+    rows = np.arange(100, 700, 2)
+    old[rows[-3:]] = np.zeros(1, SCHEMA.dtype)  # rows of zeros have the checksum 0
+    backend = HOOKS.reopen(path, description)
+    backend.write(rows[-3:], old[rows[-3:]])
+    backend.close()
+    shutil.copytree(path, path.with_name("before"))
+    new = old.copy()
+    new[rows] = random_records(SCHEMA, len(rows), 1)
+    new["s"][rows] = 5
+    backend = HOOKS.reopen(path, description)
+    backend.write(rows, new[rows])
+    backend.close()
+    return description, old, new, rows
+
+
+def put_back(path, fields):
+    """Replace some fields' shards by those of the time before, and keep the later ones aside."""
+    for field in fields:
+        (path / field / "c").rename(path.with_name(f"later-{field}"))
+        shutil.copytree(path.with_name("before") / field / "c", path / field / "c")
+
+
+@pytest.mark.parametrize("writable", [True, False])
+@pytest.mark.parametrize("fields", ["w", "m", "v", "t", "s", "c", "wm", "wmvts", "vc"])
+def test_fields_of_different_times_are_torn_rows(path, two_versions, fields, writable):
+    """The rows that differ are marked, again and again; all others are as they were."""
+    description, _, new, rows = two_versions
+    put_back(path, fields)
+    backend = HOOKS.reopen(path, description, writable=writable)
+    torn = np.isin(np.arange(ROWS), rows)
+    for _ in range(2):
+        found = backend.read(np.arange(ROWS))
+        assert (found["s"] == TORN).tolist() == torn.tolist()
+        assert_records_equal(found[~torn], new[~torn])
+    assert (backend.read(rows[:7])["s"] == TORN).all()
+    for start, block in backend.scan(0, ROWS):
+        assert ((block["s"] == TORN) == torn[start : start + len(block)]).all()
+    backend.close()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_torn_rows_keep_their_mark_until_they_are_written(path, two_versions, known):
+    """Whether their chunks are in the cache or not, and in the files."""
+    description, _, new, rows = two_versions
+    put_back(path, "m")
+    backend = HOOKS.reopen(path, description)
+    if known:
+        backend.read(np.arange(ROWS))
+    beside = rows[10:20] + 1
+    new[beside] = random_records(SCHEMA, len(beside), 2)
+    backend.write(beside, new[beside])
+    healed = rows[13:200]
+    backend.write(healed, new[healed])
+    torn = np.isin(np.arange(ROWS), np.setdiff1d(rows, healed))
+    for _ in range(2):
+        found = backend.read(np.arange(ROWS))
+        assert (found["s"] == TORN).tolist() == torn.tolist()
+        assert_records_equal(found[~torn], new[~torn])
+        backend.close()
+        backend = HOOKS.reopen(path, description)
+    backend.write(rows, new[rows])
+    assert_records_equal(backend.read(np.arange(ROWS)), new)
+    backend.close()
+
+
+def test_a_reader_looks_again_beside_a_writer(path, two_versions, monkeypatch):
+    """A row that another process is replacing is no torn row: it is whole when all shards are in place."""
+    description, _, new, rows = two_versions
+    put_back(path, "vsc")
+    reader = HOOKS.reopen(path, description, writable=False)
+    assert (reader.read(rows)["s"] == TORN).all()
+
+    def finish(seconds):
+        for field in "vsc":
+            for late in path.with_name(f"later-{field}").rglob("*"):
+                if late.is_file():
+                    target = path / field / "c" / late.relative_to(path.with_name(f"later-{field}"))
+                    os.replace(late, target)
+
+    monkeypatch.setattr(settling.time, "sleep", finish)
+    assert_records_equal(reader.read(rows), new[rows])
+    assert_records_equal(reader.read(np.arange(ROWS)), new)
+    reader.close()
+
+
+def test_the_checksums_are_those_of_the_records(path):
+    """An oracle with Python's integers; of rows that were never written, or are zero, they are 0."""
+    backend = HOOKS.create(path, ROWS, SCHEMA)
+    rows = np.arange(0, ROWS, 3)
+    records = random_records(SCHEMA, len(rows), 1)
+    records[5] = np.zeros(1, SCHEMA.dtype)
+    backend.write(rows, records)
+    expected = np.zeros(ROWS, np.uint32)
+    expected[rows] = make_tables.checksums(records)
+    stored = zarr.open_group(path, mode="r")["c"][:]
+    assert stored.view(np.uint32).tolist() == expected.tolist()
+    assert expected[rows[5]] == 0
     backend.close()
 
 

@@ -34,7 +34,7 @@ def path(tmp_path):
 def test_the_group_is_what_its_schema_says(kind, path, case):
     backend = HOOKS[kind].create(path, case.rows, case.schema)
     group = zarr.open_group(path, mode="r")
-    own = ["c"] if kind == "mapped" and "s" in case.schema.names else []
+    own = ["c"] if "s" in case.schema.names else []
     assert sorted(group.array_keys()) == sorted([*case.schema.names, *own])
     for name in own:
         assert (group[name].shape, group[name].dtype) == ((case.rows,), np.int32)

@@ -62,19 +62,13 @@ def test_real_interrupts_of_steps_on_cold_rows(space, tmp_path):
 
 
 @pytest.mark.parametrize("queued", [False, True])
-@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+@pytest.mark.parametrize("backend", ["memmap", "zarr", "zstd"])
 def test_losses_of_power_that_nobody_promised_to_survive(space, backend, queued):
     """Nothing is refused, nothing is silent, and no torn row passes for sound."""
     figures = lose_power_unpromised(space, seed=1, images=6, backend=backend, queued=queued)
     complain(figures)
     assert figures.reopened == figures.total == 6 * len(CASES)
     assert figures.told > 0
-
-
-def test_losses_of_power_after_changes_of_compressed_tables(space):
-    figures = lose_power_unpromised(space, 1, 6, "zstd", cases=["imported", "curved", "closed"])
-    complain(figures)
-    assert figures.reopened == 18
 
 
 def test_what_is_not_told_is_found(space, monkeypatch):
