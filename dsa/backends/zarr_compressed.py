@@ -4,8 +4,8 @@ A read decompresses the chunks of its rows, 64 rows each, unless the cache has t
 shard that holds one of its rows, once, each of its chunks at most once: it is meant for large batches, which
 `dsa.writer.WriteBehind` collects. Space is taken as rows are written; a full disk is an error of `write`.
 
-Opened for reading only, it goes on when another process replaces shards: each chunk is of the old shard or
-the new one. What its cache holds is of the moment when it was read.
+Opened for reading only, and in a forked child, it goes on when another process replaces shards: each chunk
+is of the old shard or the new one. What its cache holds is of the moment when it was read.
 
 Damage is noticed: by the checksum of an index when the table is opened, by that of a chunk when it is read.
 The rows of a damaged chunk are handed out with the stamp `dsa.schema.TORN`, and what else they hold is zero;
@@ -92,6 +92,7 @@ class CompressedZarrBackend:
         self._dtype = self._schema.dtype
         self._rows: int = description["rows"]
         self._writable = writable
+        self._follows = not writable
         self._tree_synced = not writable
         self._reads = ColdReads()
         self._cache_bytes = cache_bytes
@@ -258,7 +259,7 @@ class CompressedZarrBackend:
                 layout,
                 number,
                 offset,
-                follows=not self._writable,
+                follows=self._follows,
                 units=sum(each.width for each in arrays),
             )
             arrays.append(array)
@@ -273,6 +274,7 @@ class CompressedZarrBackend:
     def _enter(self) -> _Shared:
         if self._shared.process != os.getpid():
             cache = ChunkCache(self._layouts, self._cache_bytes)
+            self._follows = True  # the parent goes on replacing shards
             self._arrays = self._open_arrays()
             self._shared = _Shared(os.getpid(), threading.Lock(), cache)
         return self._shared
@@ -328,7 +330,7 @@ class CompressedZarrBackend:
                     field[places[k]] = TORN if number == self._stamp else 0
             torn = [self._mark_torn([field[place] for field in hold.fields]) for place in places]
             # Whose fields are of different times will be whole when another process has replaced them all.
-            return [self._writable or not each for each in torn]
+            return [not (self._follows and each) for each in torn]
 
         parts = run_slices(decode, len(chunks) * rows)
         return np.array([each for part in parts for each in part], np.bool_)
