@@ -51,6 +51,10 @@ class HeldWeights(Protocol):
         """Replace some rows."""
         ...
 
+    def require_writable(self) -> None:
+        """Raise `ValueError` when they can't be replaced."""
+        ...
+
     def fingerprint(self) -> str:
         """Return what tells these weights from others; an empty string when they are gone."""
         ...

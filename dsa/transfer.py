@@ -120,6 +120,9 @@ def import_state(state: StateDirectory, opened: OpenedContent, progress: Progres
     total = sum(table.rows * table.schema.dtype.itemsize for table in content.tables)
     with state.use(), metered(progress, total, "import") as advance, ExitStack() as stack:
         tables = _matched(state, content)
+        for table in state.tables.values():
+            if table.held is not None:
+                table.held.require_writable()
         kept = {name: stack.enter_context(_Kept(state.path, tables[name])) for name in _held_names(state)}
         state.settle()
         ordered = [tables[name] for name in state.tables]

@@ -1,6 +1,5 @@
 """Differential checkpoints: base and delta together are the state, bit for bit, or a clear refusal."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from current_files import copy_as_killed
 
 import dsa
 from dsa import DiskEmbedding, DiskSparseAdam, DiskSparseRiemannianAdam, init
@@ -194,7 +194,7 @@ def test_steps_lost_by_a_kill_end_the_lineage(tmp_path):
         train(optimizer, 5, seed=0)
         base = optimizer.export_checkpoint(tmp_path / "base")
         optimizer.flush()
-        shutil.copytree(tmp_path / "s", tmp_path / "killed")
+        copy_as_killed(tmp_path / "s", tmp_path / "killed")
     with pytest.warns(dsa.errors.StateWarning, match="not closed and has no journal"):
         resumed = make(tmp_path / "killed", resume=True, durability="none")
     with resumed, pytest.raises(CheckpointMismatchError, match="nobody knows"):

@@ -166,7 +166,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make, kind, value):
     before, records = weights(layer), make.records(layer, 6, 2).tobytes()
     optimizer.zero_grad()
     (layer(torch.tensor([1, 2])) * torch.tensor([[1.0], [value]])).sum().backward()
-    with pytest.raises(ValueError, match="can't represent in row 1 of the batch, which is row 2 of the table: nothing was changed"):
+    with pytest.raises(
+        ValueError,
+        match="can't represent in row 1 of the batch, which is row 2 of the table: nothing was changed",
+    ):
         optimizer.step()
     assert torch.equal(weights(layer), before)
     assert make.records(layer, 6, 2).tobytes() == records
