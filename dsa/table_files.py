@@ -145,7 +145,9 @@ def stored_layout(stored: Mapping[str, Any]) -> Layout:
         stored: The stored table's description in the metadata.
     """
     description = stored["backend"]
-    return Zarr(compression=description.get("compression")) if description.get("kind") == "zarr" else Memmap()
+    if description.get("kind") == "zarr":
+        return Zarr(compression=description.get("compression"), shard_bytes=description.get("shard_bytes"))
+    return Memmap(stride=description.get("layout"))
 
 
 def match_kind(name: str, description: Mapping[str, Any], asked: Layout | None) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,3 +38,29 @@ def _kernel_cache() -> str:
 
 # Before numba is imported, and inherited by the child processes that tests start.
 os.environ.setdefault("NUMBA_CACHE_DIR", _kernel_cache())
+
+# The harnesses of `tests/crash` and `tests/blockdev`, before any test imports them: a failing assertion in
+# them then shows its values.
+pytest.register_assert_rewrite(
+    "campaign",
+    "configurations",
+    "drawing",
+    "endurance",
+    "faults",
+    "harness",
+    "interrupts",
+    "lives",
+    "losses",
+    "outages",
+    "power",
+    "references",
+    "replacement",
+    "scenarios",
+    "standings",
+    "tables",
+    "wild",
+    "images",
+    "power_losses",
+    "training_runs",
+    "write_failures",
+)

@@ -186,6 +186,7 @@ class MemmapBackend:
             "kind": "memmap",
             "id": secrets.token_hex(8),
             "rows": rows,
+            "layout": stride,
             "stride": choose_stride(stored_bytes(schema), stride),
             "allocate": allocate,
             "schema": schema.to_json(),

@@ -96,6 +96,7 @@ def describe_group(
         "rows": rows,
         "schema": schema.to_json(),
         "compression": compression,
+        "shard_bytes": shard_bytes,
         "cuts": {each.spec.name: [each.chunk_rows, each.shard_rows] for each in layouts},
     }
 

@@ -10,8 +10,6 @@ for directory in (HERE.parent / "crash", HERE):
     if str(directory) not in sys.path:
         sys.path.insert(0, str(directory))
 
-pytest.register_assert_rewrite("images", "power_losses", "training_runs", "write_failures")
-
 
 @pytest.fixture(scope="session")
 def block_devices():

@@ -17,7 +17,9 @@ from dsa.errors import CorruptRowError, DSAError, StateWarning
 
 __all__ = ["BAD", "Finding", "Moment", "Verdict", "examine", "judge", "look", "told_of"]
 
-_TELLING = re.compile(r"restart|lost|lose|torn|damag|missing|unreadable|went back|as they are on disk")
+_TELLING = re.compile(
+    r"restart|lost|lose|torn|damag|missing|unreadable|went back|gone back|as they are on disk"
+)
 
 BAD = frozenset(
     {"torn", "lost", "silent", "refused", "no way out", "export lost", "does not mount", "unexpected error"}

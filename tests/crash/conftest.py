@@ -9,27 +9,6 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
 
-# Before the tests import them: a failing assertion of the harness then shows its values.
-pytest.register_assert_rewrite(
-    "campaign",
-    "configurations",
-    "drawing",
-    "endurance",
-    "faults",
-    "harness",
-    "interrupts",
-    "lives",
-    "losses",
-    "outages",
-    "power",
-    "references",
-    "replacement",
-    "scenarios",
-    "standings",
-    "tables",
-    "wild",
-)
-
 
 @pytest.fixture(scope="session")
 def space():
