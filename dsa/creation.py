@@ -172,7 +172,13 @@ def add_table(state: StateDirectory, spec: TableSpec, storage: Storage) -> Table
     require_space(state.path, [spec], storage)
     table = make_table(state.path, first_content(spec), storage)
     queue_writes(table, storage)
-    state.add(table)
+    table.rows_written = 0
+    try:
+        state.add(table)
+    except BaseException:
+        if table.name not in state.tables:
+            _discard(state.path, [table], [])
+        raise
     return table
 
 
@@ -182,6 +188,7 @@ def start(
     """Open a state whose tables are ready: write queues, and a life of its own."""
     for table in tables:
         queue_writes(table, storage)
+        table.rows_written = 0  # counted from the opening on
     journal = begin_life(held, metadata, tables, storage)
     unmark_failed(held.path)
     for file in journal_files(held.path):

@@ -120,8 +120,9 @@ class DiskModule(Portable, torch.nn.Module):
         if self.padding_idx is None or table.initializer is None:
             return
         row = np.array([self.padding_idx])
-        if table.backend.read(row)["s"][0] == 0:
-            write_weights(state, table, row, np.zeros((1, self.embedding_dim), np.float32))
+        with state.use():
+            if table.backend.read(row)["s"][0] == 0:
+                write_weights(state, table, row, np.zeros((1, self.embedding_dim), np.float32))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.weight.move(fn)

@@ -57,10 +57,10 @@ def require_belonging(state: StateDirectory, tables: Sequence[Table], positional
     unknown = [table.name for table in awaiting if not table.awaited]
     if unknown:
         notify(
-            f"the state in {str(state.path)!r} was not closed, so that nobody can tell whether the weights "
-            f"in memory of {', '.join(unknown)} are those of step {state.global_step}, which its moments "
-            "are of: load the weights and what the optimizer's state_dict() returned with them, or import "
-            "a checkpoint",
+            f"nobody can tell whether the weights in memory of {', '.join(unknown)} are those of step "
+            f"{state.global_step}, which the moments in {str(state.path)!r} are of: the state was not "
+            "closed, or another parameter had them before; load the weights and what the optimizer's "
+            "state_dict() returned with them, or import a checkpoint",
             StateWarning,
         )
     vouch(awaiting)

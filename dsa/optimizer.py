@@ -203,7 +203,7 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
                 are summed. A table that is left out, or has B = 0, does not change; the empty batch counts as
                 a step of the table where bias is corrected per parameter, as in torch.
             current_k: A new curvature for the tables that are on a ball, as by `set_curvature`, before the
-                step.
+                step: a change of its own, which stays if the step is then refused.
 
         Raises:
             KeyError: a name is not a table's.

@@ -80,7 +80,7 @@ class Registry:
             state, tables = join_tables(where, list(specs.values()), user, self.resume, self.choice)
             made = dict(zip(specs, tables, strict=True))
             for parameter, table in made.items():
-                table.held = ParameterWeights(parameter, table.name)
+                _hold(table, parameter)
         found = {**known, **made}
         return state, {
             each: each.table if isinstance(each, DiskParameter) else found[each] for each, _ in places
@@ -134,6 +134,14 @@ class Registry:
         per: Literal["element", "row"] = "row" if self.second_moment == "row" else "element"
         schema = adam_schema(dim, second_moment_per=per, weights=False)
         return TableSpec(name, schema, Zeros(rows, dim), 0.0, self.second_moment, 1.0)
+
+
+def _hold(table: Table, parameter: torch.Tensor) -> None:
+    """Take a parameter for the weights of a table, which may have been another one's since it was opened."""
+    before = table.held
+    if isinstance(before, ParameterWeights) and not before.are_of(parameter) and table.awaited is None:
+        table.awaited = ""
+    table.held = ParameterWeights(parameter, table.name)
 
 
 def require_ball(max_step: float | None, groups: Sequence[dict[str, Any]]) -> None:

@@ -39,6 +39,10 @@ class ParameterWeights:
         # What was found writable. The weak reference keeps another storage from taking this one's place.
         self._writable: tuple[int, StorageWeakRef] | None = None
 
+    def are_of(self, parameter: torch.Tensor) -> bool:
+        """Tell whether they are a parameter's."""
+        return self._parameter() is parameter
+
     def require_writable(self) -> None:
         """Make sure that writing to the parameter does not end the process; nearly free when repeated.
 

@@ -66,7 +66,8 @@ def join_tables(
             raise
     check_choice(state, choice)
     check_resume(state, resume)
-    return state, _claim(state, specs, user)
+    with state.use():  # another thread may be training
+        return state, _claim(state, specs, user)
 
 
 def check_resume(state: StateDirectory, resume: bool | None) -> None:

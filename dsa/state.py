@@ -21,7 +21,7 @@ from dsa import system
 from dsa.errors import StateClosedError, StateFailedError, StateMovedError
 from dsa.holding import HeldDirectory, file_numbers
 from dsa.journal import Journal
-from dsa.metadata import Metadata, mark_failed, write_metadata
+from dsa.metadata import Metadata, mark_failed, read_metadata, write_metadata
 from dsa.progress import Progress
 from dsa.schema import Records, Rows
 from dsa.storage import Storage
@@ -130,7 +130,17 @@ class StateDirectory:
         system.sync_directory(self.path)
         self.tables[table.name] = table
         self._transactions.tables.append(table)
-        self.save()
+        try:
+            self.save()
+        except BaseException:
+            if not self._is_described(table):
+                del self.tables[table.name]
+                self._transactions.tables.remove(table)
+            raise
+
+    def _is_described(self, table: Table) -> bool:
+        stored = read_metadata(self.path)
+        return stored is not None and any(each["name"] == table.name for each in stored.tables)
 
     def prepare(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Records]:
         """Start a transaction and return the memory of its records, see `Transactions.prepare`."""
@@ -276,7 +286,7 @@ class StateDirectory:
         # other in memory, too.
         with contextlib.ExitStack() as stack:
             if old_journal is not None:
-                stack.callback(old_journal.close, remove=True)
+                stack.callback(_remove_journal, old_journal)
             for table in replaced:
                 stack.callback(self._let_table_go, table)
 
@@ -360,6 +370,12 @@ class StateDirectory:
 
         if not any(each.takes_over(table, let_go) for each in tuple(self.observers)):
             let_go()
+
+
+def _remove_journal(journal: Journal) -> None:
+    # Nothing names it any more: what can't be removed now goes with the next opening.
+    with contextlib.suppress(OSError):
+        journal.close(remove=True)
 
 
 def describe_files(path: Path, metadata: Metadata, tables: Sequence[Table]) -> dict[str, int]:

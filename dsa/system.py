@@ -338,7 +338,7 @@ def write_atomically(path: Path, data: bytes, held: int | None = None) -> None:
             file.flush()
             os.fsync(file.fileno())
         retried(partial(os.replace, temporary, target, src_dir_fd=directory, dst_dir_fd=directory))
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):  # what happened before is what the user has to know
             retried(partial(os.unlink, temporary, dir_fd=directory))
         raise

@@ -5,8 +5,8 @@ after a kill or a loss of power, sees the old shard or the new one, whole. The p
 in memory, 16 bytes for each.
 
 A chunk that can't be decompressed, or fails zstd's checksum, is damage to its rows: whoever asked for it is
-told. A shard that another process has replaced since its index was read is an error to whoever writes the
-table; who only reads it goes on with the new one.
+told. Of a shard that was replaced since its index was read the new index is read with it; to whoever is about
+to rewrite it, that somebody else has is an error.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ class CompressedArray:
             The positions of chunks that are damaged, whose blocks are zero.
 
         Raises:
-            StateCorruptError: a shard is missing, or not the one whose index was read; where shards are
-                followed, its index is damaged.
+            StateCorruptError: a shard is missing, or its index is damaged.
         """
         damaged = []
         for shard, begin, end in self._by_shard(chunks):
@@ -137,9 +136,10 @@ class CompressedArray:
                 known = self._known(shard)
                 opened = self._open(shard)
             with opened as file:
-                if self._follows and _identity(file.fileno()) != known.file:
-                    known = self._places[shard] = self._places_in(shard, file)
-                self._require_same(shard, file.fileno(), known)
+                if _identity(file.fileno()) != known.file:
+                    known = self._places_in(shard, file)  # of the very file that is read
+                    if self._follows:
+                        self._places[shard] = known
                 spans = known.spans[chunks[begin:end] % self.layout.chunks_per_shard].tolist()
                 for k, (offset, length) in enumerate(spans, begin):
                     data = system.read_at(file.fileno(), length, offset) if length else b""

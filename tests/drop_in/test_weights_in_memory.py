@@ -127,7 +127,7 @@ def test_weights_that_are_loaded_after_the_optimizer_is_built(tmp_path, trained)
 @pytest.mark.parametrize("named", [True, False])
 def test_after_a_kill_nobody_can_tell(tmp_path, trained, named):
     layers = model(seed=9, saved=trained(named, clean=False))
-    told = pytest.warns(StateWarning, match="nobody can tell whether the weights in memory of .* step 2")
+    told = pytest.warns(StateWarning, match=r"nobody can tell whether .* are those of step 2")
     with build(layers, tmp_path, named, resume=True) as optimizer, told:
         step(layers, optimizer, 3)
 
@@ -251,3 +251,21 @@ def test_an_interrupt_anywhere_leaves_weights_and_moments_of_one_step(tmp_path):
             warnings.simplefilter("error")
             optimizer.close()
     assert reached == {1, 2}
+
+
+def test_another_parameter_under_the_same_name_is_told(tmp_path):
+    """An optimizer that is built again while the directory stays open."""
+    disk = dsa.DiskEmbedding(10, 2, state_dir=tmp_path / "state", name="disk")
+    for number in range(2):
+        layer = torch.nn.Embedding(ROWS, DIM, sparse=True)
+        optimizer = dsa.DiskSparseAdam([("disk", disk.weight), ("word", layer.weight)], lr=0.1)
+        told = (
+            pytest.warns(StateWarning, match="weights in memory of word")
+            if number
+            else contextlib.nullcontext()
+        )
+        layer(torch.arange(5)).sum().backward()
+        with told:
+            optimizer.step()
+        del optimizer
+    disk.close()
