@@ -11,7 +11,7 @@ import zarr
 from test_golden import make_tables
 from zarr_tables import Compressed, damage, decode, files_of, make, occupied
 
-from dsa.backends import compressed_array, settling
+from dsa.backends import compressed_array, settling, zarr_compressed
 from dsa.backends.chunk_cache import ChunkCache
 from dsa.backends.zarr_compressed import CompressedZarrBackend
 from dsa.backends.zarr_group import array_layouts
@@ -317,6 +317,27 @@ def test_a_reader_looks_again_beside_a_writer(path, two_versions, monkeypatch):
     assert_records_equal(reader.read(rows), new[rows])
     assert_records_equal(reader.read(np.arange(ROWS)), new)
     reader.close()
+
+
+def test_a_forked_child_follows_what_its_parent_replaces(path, monkeypatch):
+    """After its first read too, when it knows where the chunks were."""
+    description, records = make(HOOKS, path, ROWS, SCHEMA)
+    parent = HOOKS.reopen(path, description)
+    child = Compressed(shard_bytes=1 << 12, cache_bytes=1).reopen(path, description)
+    monkeypatch.setattr(zarr_compressed.os, "getpid", lambda: -1)
+    for number in range(3):
+        records[::2] = random_records(SCHEMA, ROWS // 2, number)
+        parent_writes(parent, np.arange(0, ROWS, 2), records[::2].copy(), monkeypatch)
+        assert_records_equal(child.read(np.arange(ROWS)), records)
+    for backend in (parent, child):
+        backend.close()
+
+
+def parent_writes(parent, rows, records, monkeypatch):
+    """Write as the process that has made the backend."""
+    with monkeypatch.context() as patch:
+        patch.setattr(zarr_compressed.os, "getpid", lambda: parent._shared.process)
+        parent.write(rows, records)
 
 
 def test_the_checksums_are_those_of_the_records(path):
