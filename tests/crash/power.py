@@ -176,7 +176,8 @@ class Device:
         """Return what may be on the device now."""
         with self._still:
             names, files = self._list()
-            current = {key: path.read_bytes() for key, path in files.items()}
+            # By what is held: a thread may have renamed a file since it was listed.
+            current = {key: self._content(key) for key in files}
             root = self.directory.stat().st_ino
             old = {place: dict(each) for place, each in self._names.items()}
             return Image(root, old, names, dict(self._synced), current)
@@ -201,7 +202,10 @@ class Device:
         for path, directories, found in os.walk(self.directory):
             here = names.setdefault(os.stat(path).st_ino, {})
             for name in (*directories, *found):
-                descriptor = os.open(os.path.join(path, name), os.O_RDONLY)
+                try:
+                    descriptor = os.open(os.path.join(path, name), os.O_RDONLY)
+                except FileNotFoundError:  # a thread has just renamed or removed it
+                    continue
                 here[name] = self._hold(descriptor)
                 os.close(descriptor)
                 if name in found:
@@ -214,6 +218,9 @@ class Device:
         if key not in self._held:
             self._held[key] = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
         return key
+
+    def _content(self, key: int) -> Content:
+        return os.pread(self._held[key], os.fstat(self._held[key]).st_size, 0)
 
     def _syncing(self, sync: Callable[[int], None]) -> Callable[[int], None]:
         def wrapper(descriptor: int) -> None:
@@ -235,7 +242,7 @@ class Device:
 
     def _sync_data(self, descriptor: int, failing: bool) -> None:
         key = self._hold(descriptor)
-        content = os.pread(self._held[key], os.fstat(descriptor).st_size, 0)
+        content = self._content(key)
         old = self._synced.get(key, b"")
         if failing:
             changed = {
