@@ -38,7 +38,7 @@ class HeldDirectory:
     def __init__(self, path: Path, directory: int | None, lock: int, watched: dict[Path, _Identity]) -> None:
         self.path = path
         self._directory = directory
-        self._watched = watched
+        self._watched = {str(each): identity for each, identity in watched.items()}
         self._descriptors = [lock] if directory is None else [lock, directory]
         self._process = os.getpid()
         _DESCRIPTORS.update(self._descriptors)
@@ -95,7 +95,7 @@ class HeldDirectory:
             if found != identity:
                 what = "is not there any more" if found is None else "is another one now"
                 raise StateMovedError(
-                    f"{str(path)!r} {what}: it was moved, removed or replaced while this process had the "
+                    f"{path!r} {what}: it was moved, removed or replaced while this process had the "
                     "state open, and nothing more is written; the state is whole up to the last step that "
                     "returned: open it with resume=True where it is now"
                 )

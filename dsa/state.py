@@ -243,7 +243,6 @@ class StateDirectory:
         Raises:
             StateError: it can't be used, perhaps since this thread waited for it; see `require_open`.
         """
-        self.require_open()
         with self.exclusive:
             self.require_open()
             yield
