@@ -105,6 +105,9 @@ def create_state(
     except BaseException:
         if not is_current(path, metadata):
             _discard(path, tables, [path / METADATA_NAME] if first else [])
+        for table in tables:
+            with contextlib.suppress(OSError):
+                table.backend.close()
         raise
 
 
@@ -190,11 +193,16 @@ def start(
         queue_writes(table, storage)
         table.rows_written = 0  # counted from the opening on
     journal = begin_life(held, metadata, tables, storage)
-    unmark_failed(held.path)
-    for file in journal_files(held.path):
-        if journal is None or file.name != metadata.journal_name:
-            system.retried(file.unlink, True)
-    sweep(held.path, [(table.name, table.generation) for table in tables])
+    try:
+        unmark_failed(held.path)
+        for file in journal_files(held.path):
+            if journal is None or file.name != metadata.journal_name:
+                system.retried(file.unlink, True)
+        sweep(held.path, [(table.name, table.generation) for table in tables])
+    except BaseException:
+        if journal is not None:
+            journal.close(remove=False)
+        raise
     return StateDirectory(held, metadata, tables, journal, storage)
 
 

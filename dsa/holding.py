@@ -103,12 +103,16 @@ class HeldDirectory:
     def release(self) -> None:
         """Let the directory go; silent when repeated, and in a forked child, which holds nothing."""
         with _GUARD:
-            descriptors, self._descriptors = self._descriptors, []
             if os.getpid() != self._process:
+                self._descriptors = []
                 return
+            # Unlocked first: an interrupt may then cost a descriptor, and not the directory.
+            for descriptor in self._descriptors:
+                system.unlock_file(descriptor)
+            descriptors, self._descriptors = self._descriptors, []
             _DESCRIPTORS.difference_update(descriptors)
             for descriptor in descriptors:
-                system.unlock_file(descriptor)
+                os.close(descriptor)
 
     def __del__(self) -> None:
         if getattr(self, "_descriptors", None):

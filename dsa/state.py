@@ -191,6 +191,9 @@ class StateDirectory:
         """
         if not self.is_open:
             return
+        if self._metadata.status == "closed":  # an interrupt has kept the directory from being let go
+            self.held.release()
+            return
         try:
             self.held.check()
             self._require_sound()

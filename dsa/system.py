@@ -363,12 +363,9 @@ def lock_file(descriptor: int) -> bool:
 
 
 def unlock_file(descriptor: int) -> None:
-    """Unlock a file, for the descriptors of forked children too, and close it."""
-    try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
+    """Unlock a file, for the descriptors of forked children too; elsewhere closing it does that."""
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def open_directory(path: Path) -> int | None:
