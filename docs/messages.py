@@ -24,7 +24,7 @@ class Message(NamedTuple):
     Args:
         kind: The class of the error or the warning.
         text: The message, with ``{name}`` for each value.
-        module: Where it is, such as ``dsa.state``.
+        module: Where it is, such as ``dsa.state.state_directory``.
         function: The innermost function or class around it; empty at the top of a module.
         line: The line in the module's file.
         arguments: The names of the arguments of that function.

@@ -4,22 +4,23 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from dsa import backends, conventions, errors, init
+    from dsa import backends, errors
     from dsa.checkpoint import copy_checkpoint, flatten_checkpoint, open_checkpoint
-    from dsa.comparison import diff
-    from dsa.embedding import DiskEmbedding, DiskEmbeddingBag
-    from dsa.estimation import estimate
-    from dsa.gradients import clip_grad_norm_, split_parameters
+    from dsa.checkpoint.transfer import export_directory as export_checkpoint
+    from dsa.checkpoint.transfer import export_directory_weights as export_weights
+    from dsa.checkpoint.transfer import migrate
+    from dsa.checkpoint.transfer import restore as import_checkpoint
     from dsa.inspection import open_state, summarize
-    from dsa.optimizer import DiskSparseRiemannianAdam
-    from dsa.prefetch import lookahead
-    from dsa.repairs import repair
-    from dsa.sparse_adam import DiskSparseAdam
-    from dsa.transfer import export_directory as export_checkpoint
-    from dsa.transfer import export_directory_weights as export_weights
-    from dsa.transfer import migrate
-    from dsa.transfer import restore as import_checkpoint
-    from dsa.verification import verify
+    from dsa.inspection.comparison import diff
+    from dsa.inspection.repairs import repair
+    from dsa.inspection.verification import verify
+    from dsa.modules.embedding import DiskEmbedding, DiskEmbeddingBag
+    from dsa.optimizers.gradients import clip_grad_norm_, split_parameters
+    from dsa.optimizers.prefetch import lookahead
+    from dsa.optimizers.sparse_adam import DiskSparseAdam
+    from dsa.optimizers.sparse_riemannian_adam import DiskSparseRiemannianAdam
+    from dsa.rules import conventions, init
+    from dsa.state.estimation import estimate
 
 __all__ = [
     "DiskEmbedding",
@@ -52,26 +53,34 @@ __version__ = "0.4.0.dev0"
 # Module and name of each, imported when it is used first: neither the command line nor a program that looks
 # at a state waits for torch. No module has the name of a function here: importing it would hide the function.
 _HOMES = {
-    "DiskEmbedding": ("dsa.embedding", "DiskEmbedding"),
-    "DiskEmbeddingBag": ("dsa.embedding", "DiskEmbeddingBag"),
-    "DiskSparseAdam": ("dsa.sparse_adam", "DiskSparseAdam"),
-    "DiskSparseRiemannianAdam": ("dsa.optimizer", "DiskSparseRiemannianAdam"),
-    "clip_grad_norm_": ("dsa.gradients", "clip_grad_norm_"),
+    "DiskEmbedding": ("dsa.modules.embedding", "DiskEmbedding"),
+    "DiskEmbeddingBag": ("dsa.modules.embedding", "DiskEmbeddingBag"),
+    "DiskSparseAdam": ("dsa.optimizers.sparse_adam", "DiskSparseAdam"),
+    "DiskSparseRiemannianAdam": ("dsa.optimizers.sparse_riemannian_adam", "DiskSparseRiemannianAdam"),
+    "clip_grad_norm_": ("dsa.optimizers.gradients", "clip_grad_norm_"),
     "copy_checkpoint": ("dsa.checkpoint", "copy_checkpoint"),
-    "diff": ("dsa.comparison", "diff"),
-    "estimate": ("dsa.estimation", "estimate"),
-    "export_checkpoint": ("dsa.transfer", "export_directory"),
-    "export_weights": ("dsa.transfer", "export_directory_weights"),
+    "diff": ("dsa.inspection.comparison", "diff"),
+    "estimate": ("dsa.state.estimation", "estimate"),
+    "export_checkpoint": ("dsa.checkpoint.transfer", "export_directory"),
+    "export_weights": ("dsa.checkpoint.transfer", "export_directory_weights"),
     "flatten_checkpoint": ("dsa.checkpoint", "flatten_checkpoint"),
-    "import_checkpoint": ("dsa.transfer", "restore"),
-    "lookahead": ("dsa.prefetch", "lookahead"),
-    "migrate": ("dsa.transfer", "migrate"),
+    "import_checkpoint": ("dsa.checkpoint.transfer", "restore"),
+    "lookahead": ("dsa.optimizers.prefetch", "lookahead"),
+    "migrate": ("dsa.checkpoint.transfer", "migrate"),
     "open_checkpoint": ("dsa.checkpoint", "open_checkpoint"),
     "open_state": ("dsa.inspection", "open_state"),
-    "repair": ("dsa.repairs", "repair"),
-    "split_parameters": ("dsa.gradients", "split_parameters"),
+    "repair": ("dsa.inspection.repairs", "repair"),
+    "split_parameters": ("dsa.optimizers.gradients", "split_parameters"),
     "summarize": ("dsa.inspection", "summarize"),
-    "verify": ("dsa.verification", "verify"),
+    "verify": ("dsa.inspection.verification", "verify"),
+}
+
+# Modules that are named without their package.
+_MODULES = {
+    "conventions": "dsa.rules.conventions",
+    "init": "dsa.rules.init",
+    "manifolds": "dsa.rules.manifolds",
+    "plots": "dsa.inspection.plots",
 }
 
 
@@ -86,7 +95,7 @@ if not _typing.TYPE_CHECKING:  # else every attribute would be one
             return value
         if not name.startswith("_"):
             try:
-                return _importlib.import_module(f"dsa.{name}")
+                return _importlib.import_module(_MODULES.get(name, f"dsa.{name}"))
             except ModuleNotFoundError as error:
                 if error.name != f"dsa.{name}":
                     raise

@@ -2,6 +2,6 @@
 
 import sys
 
-from dsa.cli import main
+from dsa.cli.program import main
 
 sys.exit(main())

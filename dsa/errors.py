@@ -1,4 +1,4 @@
-"""Every error that dsa raises on purpose.
+"""Every error that dsa raises on purpose, and how it warns.
 
 The tree; each class also inherits the builtin that callers already catch::
 
@@ -38,6 +38,9 @@ Warnings::
 from __future__ import annotations
 
 import errno
+import sys
+import warnings
+from typing import Final
 
 __all__ = [
     "CheckpointCorruptError",
@@ -68,6 +71,7 @@ __all__ = [
     "StateNotFoundError",
     "StateWarning",
     "TrainingWarning",
+    "notify",
 ]
 
 
@@ -203,3 +207,15 @@ class StateWarning(DSAWarning):
 
 class TrainingWarning(DSAWarning):
     """Something about the run that the caller should know."""
+
+
+# An optimizer's constructor runs through torch's; a kernel is compiled by numba.
+_INSIDE: Final = ("dsa", "torch", "numba")
+
+
+def notify(message: str, category: type[DSAWarning]) -> None:
+    """Warn at the innermost call from outside the package."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -29,9 +29,7 @@ def _kernel_cache() -> str:
     """
     package = Path(__file__).parents[1] / "dsa"
     digest = hashlib.sha256()
-    for path in sorted(
-        [*package.glob("kernels/*.py"), *package.glob("demo/*.py"), *package.glob("bench/*.py")]
-    ):
+    for path in sorted([*package.glob("kernels/*.py"), *package.glob("cli/bench/*.py")]):
         digest.update(path.read_bytes())
     return str(Path(tempfile.gettempdir()) / f"dsa-kernels-{digest.hexdigest()[:16]}")
 

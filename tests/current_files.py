@@ -4,8 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
-from dsa.holding import file_numbers
-from dsa.metadata import METADATA_NAME, read_metadata, table_file_name, write_metadata
+from dsa.state.holding import file_numbers
+from dsa.state.metadata import METADATA_NAME, read_metadata, table_file_name, write_metadata
 
 
 def description(directory):

@@ -1,174 +1,67 @@
-"""The floors of the package: who may import whom; no cycles; sizes of files and functions.
+"""The house as CONTRIBUTING.md draws it: who may import whom; no cycles; sizes of files and functions.
 
 The imports are read from the source; nothing is imported. Blocks under ``if TYPE_CHECKING`` do not count.
 """
 
 import ast
+import re
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "dsa"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "dsa"
 MOST_LINES = 450
 MOST_LINES_OF_A_BODY = 60
+MOST_ROOMS = 14
+MOST_FLOORS = 12
 
-# From the top down. A module imports from the floors below its own only. A name that ends in `.*` is a
-# package whose modules may import each other, without cycles.
-FLOORS = [
-    ("the program", ["dsa.__main__"]),
-    ("the command line", ["dsa.cli"]),
-    ("commands", ["dsa.commands.*"]),
-    ("what commands run, and examples", ["dsa.demo.*", "dsa.bench.*", "dsa.examples.*", "dsa.testing.*"]),
-    ("the package", ["dsa"]),
-    ("façades", ["dsa.embedding", "dsa.optimizer", "dsa.sparse_adam"]),
-    ("what modules have in common", ["dsa.disk_module"]),
-    ("what façades have in common", ["dsa.portable"]),
-    ("states to checkpoints and back", ["dsa.transfer"]),
-    ("states and checkpoints compared", ["dsa.comparison", "dsa.repairs", "dsa.verification"]),
-    ("a state or a checkpoint", ["dsa.subjects"]),
-    ("pictures", ["dsa.plots.*"]),
-    ("looking at states", ["dsa.inspection.*"]),
-    ("steps, rows into autograd, parameters to tables", ["dsa.lookup", "dsa.registration", "dsa.stepping"]),
-    (
-        "what façades delegate to",
-        [
-            "dsa.arguments",
-            "dsa.estimation",
-            "dsa.flattening",
-            "dsa.foreign",
-            "dsa.gradients",
-            "dsa.reference",
-            "dsa.maintenance",
-            "dsa.sharing",
-            "dsa.statistics",
-            "dsa.update",
-            "dsa.watch",
-        ],
-    ),
-    (
-        "parameters that stand for tables",
-        ["dsa.disk_parameter", "dsa.holders", "dsa.pretrained", "dsa.resident", "dsa.tensor_reference"],
-    ),
-    ("opening a state", ["dsa.opening"]),
-    ("checkpoints", ["dsa.checkpoint.*"]),
-    ("recovery of a state", ["dsa.migration", "dsa.recovery"]),
-    ("whole states", ["dsa.fingerprints", "dsa.replacement", "dsa.snapshot"]),
-    ("creation of a state", ["dsa.creation"]),
-    ("an open state, first weights", ["dsa.matching", "dsa.state", "dsa.weights"]),
-    ("files of tables, and how rows change", ["dsa.table_files", "dsa.transactions"]),
-    ("what is asked for", ["dsa.storage"]),
-    ("parts of a state", ["dsa.coalesce", "dsa.prefetch", "dsa.progress"]),
-    ("older releases", ["dsa.legacy.*"]),
-    ("a table", ["dsa.table"]),
-    ("journal and writer", ["dsa.journal", "dsa.writer"]),
-    ("holding a directory, formats", ["dsa.holding", "dsa.journal_format", "dsa.metadata"]),
-    ("backends", ["dsa.backends"]),
-    (
-        "a backend",
-        [
-            "dsa.backends.memmap",
-            "dsa.backends.memory",
-            "dsa.backends.zarr",
-            "dsa.backends.zarr_compressed",
-        ],
-    ),
-    ("fields of a Zarr table", ["dsa.backends.compressed_array", "dsa.backends.mapped_array"]),
-    (
-        "parts of backends",
-        [
-            "dsa.backends.chunk_cache",
-            "dsa.backends.cold_reads",
-            "dsa.backends.holes",
-            "dsa.backends.mapping",
-            "dsa.backends.settling",
-            "dsa.backends.zarr_group",
-        ],
-    ),
-    ("contents", ["dsa.content"]),
-    ("the protocol of a backend", ["dsa.backends.base"]),
-    ("curvature and first weights", ["dsa.curvature", "dsa.init"]),
-    ("spaces and the system", ["dsa.manifolds", "dsa.system", "dsa.from_array", "dsa.tensors"]),
-    ("memory and numbers", ["dsa.memory", "dsa.options"]),
-    ("fused passes", ["dsa.kernels.adam", "dsa.kernels.poincare"]),
-    (
-        "parts of passes",
-        [
-            "dsa.kernels.checks",
-            "dsa.kernels.columns",
-            "dsa.kernels.constants",
-            "dsa.kernels.hashing",
-            "dsa.kernels.row_index",
-            "dsa.kernels.rows",
-        ],
-    ),
-    ("records as words", ["dsa.kernels.layout"]),
-    (
-        "single passes",
-        [
-            "dsa.kernels",
-            "dsa.kernels.checksums",
-            "dsa.kernels.geodesic",
-            "dsa.kernels.prefetching",
-            "dsa.kernels.random",
-            "dsa.kernels.report",
-            "dsa.kernels.threads",
-        ],
-    ),
-    ("compilation, and waiting", ["dsa.kernels.compiled", "dsa.kernels.compiling", "dsa.kernels.latch"]),
-    ("options and layout", ["dsa.conventions", "dsa.notices", "dsa.schema"]),
-    ("consoles and paths", ["dsa.console", "dsa.directories"]),
-    ("files of arrays", ["dsa.shards.*"]),
-    ("errors", ["dsa.errors"]),
-]  # fmt: skip
-
-MATHEMATICS = [
-    "dsa.conventions", "dsa.curvature", "dsa.kernels.adam", "dsa.kernels.constants", "dsa.kernels.geodesic",
-    "dsa.kernels.poincare", "dsa.kernels.random", "dsa.manifolds",
-]  # fmt: skip
-STORAGE = [
-    "dsa.backends",
-    "dsa.backends.*",
-    "dsa.holding",
-    "dsa.journal",
-    "dsa.journal_format",
-    "dsa.metadata",
-    "dsa.system",
-    "dsa.writer",
-]
-
-# Who may import what is heavy, or belongs to one floor.
+# Who may import what is heavy, or belongs to one room.
 GUARDED = {
-    "torch": [
-        "dsa.arguments",
-        "dsa.disk_module",
-        "dsa.disk_parameter",
-        "dsa.embedding",
-        "dsa.flattening",
-        "dsa.gradients",
-        "dsa.holders",
-        "dsa.lookup",
-        "dsa.optimizer",
-        "dsa.options",
-        "dsa.pretrained",
-        "dsa.registration",
-        "dsa.resident",
-        "dsa.sparse_adam",
-        "dsa.tensor_reference",
-        "dsa.tensors",
-        "dsa.demo.*",
-        "dsa.bench.*",
-        "dsa.examples.*",
-    ],
-    "numba": ["dsa.kernels.*", "dsa.bench.*"],
-    "pytest": ["dsa.testing", "dsa.testing.*"],
+    "torch": ["dsa.modules.*", "dsa.optimizers.*", "dsa.cli.*", "dsa.examples.*"],
+    "numba": ["dsa.kernels.*", "dsa.cli.bench.*"],
+    "pytest": ["dsa.testing.*"],
     "hypothesis": ["dsa.testing.*"],
-    "matplotlib": ["dsa.demo.*", "dsa.plots.*"],
+    "matplotlib": ["dsa.cli.demo.*", "dsa.inspection.plots.*"],
     "rich": ["dsa.inspection.render"],
     "xarray": ["dsa.inspection.arrays"],
     "zarr": ["dsa.checkpoint.*", "dsa.inspection.sources"],
 }
+
+
+class House(NamedTuple):
+    """The drawing.
+
+    Args:
+        floors: The rooms of each floor, from the top.
+        modules: The modules and packages that are drawn in each room; those of a package end in a slash.
+    """
+
+    floors: list[list[str]]
+    modules: dict[str, list[str]]
+
+
+def read_house(text):
+    """Read the drawing out of CONTRIBUTING.md."""
+    drawing = re.search(r"<!-- the house -->\n```text\n(.*?)```", text, re.DOTALL)
+    assert drawing, "CONTRIBUTING.md has no drawing of the house"
+    house = House([[]], {})
+    for line in drawing[1].splitlines():
+        if set(line) & set("─═"):
+            house.floors.append([])
+        elif not line.startswith(" "):
+            room = line.split()[0].rstrip("/")
+            house.floors[-1].append(room)
+            house.modules[room] = []
+        else:
+            house.modules[room] += line[42:].split()
+    return house
+
+
+HOUSE = read_house((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
 
 
 def module_name(path):
@@ -209,41 +102,64 @@ def matches(name, patterns):
     return any(fnmatchcase(name, pattern) or f"{name}.*" == pattern for pattern in patterns)
 
 
+def room_of(name):
+    """The room that a module is in, or the module itself where it stands alone."""
+    return name.split(".")[1]
+
+
 def floor_of(name):
-    """The number of a module's floor, counted from the top."""
-    found = [number for number, (_, modules) in enumerate(FLOORS) if matches(name, modules)]
+    """The number of a module's floor, counted from the top. The package's own two files are its doors."""
+    if name == "dsa":
+        return next(i for i, rooms in enumerate(HOUSE.floors) if "modules" in rooms) - 0.5
+    if name == "dsa.__main__":
+        return -1
+    found = [number for number, rooms in enumerate(HOUSE.floors) if room_of(name) in rooms]
     assert len(found) == 1, (
-        f"{name} is on {len(found)} floors: name it once in FLOORS of {Path(__file__).name}, just above what "
-        f"it imports ({', '.join(sorted(ours(name))) or 'nothing of ours'})"
+        f"{name} is in {len(found)} rooms of the drawing in CONTRIBUTING.md: put it into one, above what it "
+        f"imports ({', '.join(sorted(ours(name))) or 'nothing of ours'})"
     )
     return found[0]
 
 
-def same_package(name, other, floor):
-    return any(
-        pattern.endswith(".*") and matches(name, [pattern]) and matches(other, [pattern])
-        for pattern in FLOORS[floor][1]
-    )
+def may_import(name, other):
+    if "dsa" not in (name, other) and room_of(name) == room_of(other):
+        return True
+    return floor_of(other) > floor_of(name)
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_module_imports_from_lower_floors(name):
-    floor = floor_of(name)
+def test_a_module_imports_from_its_room_and_from_below(name):
     for other in sorted(ours(name)):
         assert other in SOURCES, f"{name} imports {other}, which is not a module of the package"
-        assert floor_of(other) > floor or same_package(name, other, floor), (
-            f"{name} ({FLOORS[floor][0]!r}) imports {other} ({FLOORS[floor_of(other)][0]!r}), which is not "
-            "below it: move what both need to a lower floor, or hand it over as an argument; change "
-            "FLOORS only when the design has changed"
+        assert may_import(name, other), (
+            f"{name} imports {other}, which is not below it: move what both need to a lower floor, or hand "
+            "it over as an argument; change the drawing in CONTRIBUTING.md only when the design has changed"
         )
 
 
-def test_every_name_on_a_floor_is_a_module():
-    for floor, modules in FLOORS:
-        for pattern in modules:
-            assert any(matches(name, [pattern]) for name in SOURCES), (
-                f"{pattern} ({floor!r}) does not exist: take it off FLOORS"
+def test_every_module_is_drawn_in_its_room():
+    there = {room: set() for room in HOUSE.modules}
+    for name in SOURCES:
+        _, *parts = name.split(".")
+        if len(parts) == 1 and SOURCES[name].name != "__init__.py" and name != "dsa.__main__":
+            assert parts[0] in there, f"draw {name} in CONTRIBUTING.md"
+        if len(parts) > 1:
+            package = len(parts) > 2 or SOURCES[name].name == "__init__.py"
+            there[parts[0]].add(parts[1] + "/" * package)
+    for room, modules in HOUSE.modules.items():
+        assert (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").is_file(), f"there is no room {room!r}"
+        assert len(modules) == len(set(modules)), f"{room}/ names a module twice"
+        # Recipes and what a reader of his own backend needs are listed where they are explained.
+        if modules:
+            assert set(modules) == there[room], (
+                f"the drawing of {room}/ is wrong about {sorted(set(modules) ^ there[room])}: correct it"
             )
+
+
+def test_the_house_is_small_enough_for_one_look():
+    entries = [each for each in PACKAGE.iterdir() if not each.name.startswith(("__", "."))]
+    assert len(entries) <= MOST_ROOMS, f"dsa/ has {len(entries)} entries: {MOST_ROOMS} are the most"
+    assert len(HOUSE.floors) <= MOST_FLOORS, f"{len(HOUSE.floors)} floors are more than {MOST_FLOORS}"
 
 
 def test_there_are_no_cycles():
@@ -254,28 +170,6 @@ def test_there_are_no_cycles():
             f"modules import each other: {' <- '.join(error.args[1])}; move what they share to a module of "
             "its own"
         )
-
-
-def reached(name):
-    """Every module of ours that a module imports, directly or not; packages are not followed from within."""
-    seen, waiting = set(), [name]
-    while waiting:
-        for other in ours(waiting.pop()):
-            if other not in seen:
-                seen.add(other)
-                waiting.append(other)
-    return seen
-
-
-def test_storage_and_mathematics_never_import_each_other():
-    for name in SOURCES:
-        for side, others in ((MATHEMATICS, STORAGE), (STORAGE, MATHEMATICS)):
-            if matches(name, side):
-                wrong = sorted(other for other in reached(name) if matches(other, others))
-                assert not wrong, (
-                    f"{name} reaches {wrong[0]}: storage moves bytes and knows no formula, mathematics knows "
-                    "no files; join them on a floor above both"
-                )
 
 
 @pytest.mark.parametrize("library", GUARDED)
@@ -316,28 +210,26 @@ def test_functions_fit_in_sight(name):
 
 def test_the_rules_notice_what_they_forbid(monkeypatch):
     """The tests above would pass for ever if `ours` saw nothing."""
-    assert "dsa.state" in reached("dsa.optimizer")
-    assert "dsa.kernels.poincare" in reached("dsa.manifolds")
-    monkeypatch.setitem(TREES, "dsa.errors", ast.parse("from dsa import optimizer\nimport zarr"))
-    assert ours("dsa.errors") == {"dsa.optimizer"}
-    with pytest.raises(AssertionError, match=r"dsa\.errors .* imports dsa\.optimizer .* not below it: move"):
-        test_a_module_imports_from_lower_floors("dsa.errors")
+    monkeypatch.setitem(TREES, "dsa.errors", ast.parse("from dsa.optimizers import update\nimport zarr"))
+    assert ours("dsa.errors") == {"dsa.optimizers.update"}
+    with pytest.raises(AssertionError, match=r"dsa\.errors imports dsa\.optimizers\.update.* below it: move"):
+        test_a_module_imports_from_its_room_and_from_below("dsa.errors")
     with pytest.raises(
         AssertionError, match=r"dsa\.errors imports zarr, which only \['dsa.checkpoint.*'\] may"
     ):
         test_libraries_stay_where_they_belong("zarr")
     with pytest.raises(pytest.fail.Exception, match="modules import each other"):
         test_there_are_no_cycles()
+    monkeypatch.setitem(TREES, "dsa.rules.curvature", ast.parse("import dsa.backends.memmap"))
+    with pytest.raises(AssertionError, match=r"dsa.rules.curvature imports dsa.backends.memmap"):
+        test_a_module_imports_from_its_room_and_from_below("dsa.rules.curvature")
     monkeypatch.setitem(
-        TREES,
-        "dsa.kernels.geodesic",
-        ast.parse("if TYPE_CHECKING:\n from dsa import cli\nimport dsa.journal"),
+        TREES, "dsa.rules.curvature", ast.parse("if TYPE_CHECKING:\n from dsa import cli\nimport dsa.schema")
     )
-    with pytest.raises(AssertionError, match="storage moves bytes"):
-        test_storage_and_mathematics_never_import_each_other()
-    monkeypatch.setitem(SOURCES, "dsa.new", Path("new"))
+    test_a_module_imports_from_its_room_and_from_below("dsa.rules.curvature")
+    monkeypatch.setitem(SOURCES, "dsa.new", Path("new.py"))
     monkeypatch.setitem(TREES, "dsa.new", ast.parse("import dsa.errors"))
-    with pytest.raises(
-        AssertionError, match=r"dsa.new is on 0 floors: name it once in FLOORS .* \(dsa.errors\)"
-    ):
-        test_a_module_imports_from_lower_floors("dsa.new")
+    with pytest.raises(AssertionError, match=r"dsa.new is in 0 rooms .* \(dsa.errors\)"):
+        test_a_module_imports_from_its_room_and_from_below("dsa.new")
+    with pytest.raises(AssertionError, match=r"draw dsa.new"):
+        test_every_module_is_drawn_in_its_room()

@@ -25,9 +25,9 @@ import torch
 from current_files import copy_as_killed, table_file
 
 import dsa
-import dsa.creation
-import dsa.state
-import dsa.writer
+import dsa.backends.writer
+import dsa.state.creation
+import dsa.state.state_directory
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends.memmap import MemmapBackend
 from dsa.errors import (
@@ -262,7 +262,7 @@ def test_the_bytes_of_a_run_without_a_queue(
     tmp_path, disk, reference, monkeypatch, durability, ring, queue_size
 ):
     """The records wait in the journal's ring, which must not be used again before they are written."""
-    monkeypatch.setattr(dsa.creation, "_RETAINING_BYTES", ring)
+    monkeypatch.setattr(dsa.state.creation, "_RETAINING_BYTES", ring)
     disk.delay = 0.001
     options = {"durability": durability, "max_queue_size": queue_size, "put_timeout": 0.002}
     with build(tmp_path / "state", **options) as optimizer:
@@ -313,7 +313,7 @@ def program(path, **options):
 @pytest.mark.parametrize("durability", DURABILITIES)
 def test_whole_table_changes_with_a_queue(tmp_path, disk, monkeypatch, durability):
     expected = program(tmp_path / "plain", async_writes=False)
-    monkeypatch.setattr(dsa.creation, "_RETAINING_BYTES", SMALL_RING)
+    monkeypatch.setattr(dsa.state.creation, "_RETAINING_BYTES", SMALL_RING)
     disk.delay = 0.0005
     options = {"durability": durability, "max_queue_size": 4, "put_timeout": 0.001}
     assert program(tmp_path / "queued", **options) == expected
@@ -327,13 +327,13 @@ def test_what_is_queued_is_in_the_tables_before_they_are_replaced(opened, disk, 
     expected = weights(optimizer)
     disk.delay = 0.01
     noted = []
-    write_metadata = dsa.creation.write_metadata
+    write_metadata = dsa.state.creation.write_metadata
 
     def note(path, metadata, held):
         noted.append((metadata.global_step, optimizer.stats()["queue_depth"]))
         write_metadata(path, metadata, held)
 
-    monkeypatch.setattr(dsa.creation, "write_metadata", note)
+    monkeypatch.setattr(dsa.state.creation, "write_metadata", note)
     optimizer.set_curvature(1.0, name="left", reset_moments=True)
     assert noted == [(5, 0)], "one switch"
     assert weights(optimizer) == expected
@@ -584,7 +584,7 @@ def test_a_close_that_failed_gives_up_nothing(tmp_path, opened, disk, reference)
     assert raw(tmp_path / "state") == reference.tables(3)
     with pytest.raises(StateClosedError):
         optimizer.step(BATCHES[3])
-    assert dsa.metadata.read_metadata(tmp_path / "state").status == "closed"
+    assert dsa.state.metadata.read_metadata(tmp_path / "state").status == "closed"
 
 
 def test_one_failed_table_does_not_keep_the_other_from_closing_later(tmp_path, opened, disk, reference):
@@ -697,7 +697,9 @@ def test_impossible_queues_are_refused_before_anything_is_made(tmp_path, options
 class Interrupt:
     """Raises `KeyboardInterrupt` at the n-th line that the state, the queue or the journal runs."""
 
-    FILES = frozenset(module.__file__ for module in (dsa.state, dsa.writer, dsa.journal))
+    FILES = frozenset(
+        module.__file__ for module in (dsa.state.state_directory, dsa.backends.writer, dsa.state.journal)
+    )
 
     def __init__(self, number):
         self.number, self.seen, self.where, self.lines = number, 0, None, {}
@@ -735,7 +737,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_whole_steps(
 
     And if the process dies right after the next step, that step and no half of another is what is found.
     """
-    monkeypatch.setattr(dsa.creation, "_RETAINING_BYTES", SMALL_RING)
+    monkeypatch.setattr(dsa.state.creation, "_RETAINING_BYTES", SMALL_RING)
     faults, number = [], 0
     for life in itertools.count():
         optimizer = opened(f"state-{life}", durability=durability)
@@ -888,7 +890,7 @@ def test_a_kill_at_a_random_step_leaves_the_last_step_or_the_next(
     tmp_path, reference, monkeypatch, durability, seed
 ):
     """The disk stops for ever at a random write, halfway; steps go on in the queue until the kill."""
-    monkeypatch.setattr(dsa.creation, "_RETAINING_BYTES", (SMALL_RING, 1 << 20)[seed % 2])
+    monkeypatch.setattr(dsa.state.creation, "_RETAINING_BYTES", (SMALL_RING, 1 << 20)[seed % 2])
     generator = np.random.default_rng(seed)
     stop_at, kill_at = int(generator.integers(0, 12)), int(generator.integers(1, 38))
     options = {"durability": durability, "max_queue_size": (2, 150)[seed % 3 == 0], "put_timeout": 0.0}
@@ -946,7 +948,9 @@ def train_on_a_disk_that_stops(path, options, stop_at, send):
 
     MemmapBackend.write = write
     for name in ("drain", "_fall_back"):
-        setattr(dsa.writer.WriteBehind, name, telling(getattr(dsa.writer.WriteBehind, name)))
+        setattr(
+            dsa.backends.writer.WriteBehind, name, telling(getattr(dsa.backends.writer.WriteBehind, name))
+        )
     warnings.simplefilter("ignore", TrainingWarning)
     optimizer = build(path, **options)
     for batch in BATCHES:
@@ -975,7 +979,7 @@ def test_a_forked_child_leaves_the_queue_to_its_parent(tmp_path, opened, disk, r
                 use()
         optimizer.stats()
         optimizer.close()
-        dsa.writer._drain_at_exit()
+        dsa.backends.writer._drain_at_exit()
 
     reap(child_of(check), 0)
     with pytest.raises(StateLockedError):

@@ -17,8 +17,8 @@ from current_files import table_file
 import dsa
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.errors import GradientError, RowIndexError, RowTypeError, StateMismatchError, StateWarning
-from dsa.metadata import table_file_name
 from dsa.schema import adam_schema
+from dsa.state.metadata import table_file_name
 
 LOCK = "dsa.lock"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory and limits are read by means of Linux")

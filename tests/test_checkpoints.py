@@ -244,7 +244,7 @@ def test_no_room_for_the_old_and_the_new(tmp_path, monkeypatch):
         optimizer.step(batches(1)[0])
         optimizer.export_checkpoint(tmp_path / "ckpt")
         before = records(optimizer)
-        monkeypatch.setattr("dsa.system.available_bytes", lambda directory: 100_000)
+        monkeypatch.setattr("dsa.backends.system.available_bytes", lambda directory: 100_000)
         with pytest.raises(DiskSpaceError):
             optimizer.import_checkpoint(tmp_path / "ckpt")
         monkeypatch.undo()
@@ -563,13 +563,13 @@ def test_an_export_that_ends_after_an_import_is_no_base(tmp_path):
         for updates in steps[5:10]:
             optimizer.step(updates)
         gate = threading.Event()
-        state, opened = optimizer._state, dsa.transfer.open_checkpoint
+        state, opened = optimizer._state, dsa.checkpoint.transfer.open_checkpoint
 
         def late(url, **options):
             assert gate.wait(60)
             return opened(url, **options)
 
-        with mock.patch.object(dsa.transfer, "open_checkpoint", late):
+        with mock.patch.object(dsa.checkpoint.transfer, "open_checkpoint", late):
             thread = threading.Thread(target=optimizer.export_checkpoint, args=(tmp_path / "late",))
             thread.start()
             while state.observers or not (tmp_path / "late").exists():

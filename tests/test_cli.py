@@ -15,9 +15,8 @@ import pytest
 
 import dsa
 from dsa import cli
-from dsa.commands.wording import in_options
-from dsa.errors import DiskSpaceError, StateExistsError, StateWarning
-from dsa.notices import notify
+from dsa.cli.commands.wording import in_options
+from dsa.errors import DiskSpaceError, StateExistsError, StateWarning, notify
 
 ROOT = Path(dsa.__file__).parents[1]
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -159,7 +158,7 @@ def test_warnings_are_lines(capsys, command):
         warnings.simplefilter("always")
         assert cli.main(["demo"]) == 0
     assert capsys.readouterr() == ("", "dsa demo: warning: the state was migrated: look at it\n")
-    assert warnings.showwarning.__module__ != "dsa.cli"
+    assert warnings.showwarning.__module__ != "dsa.cli.program"
 
 
 class NoCredentialsError(Exception):
@@ -245,7 +244,7 @@ def test_help_waits_for_nothing(name):
     """No library that takes time to import is imported."""
     given = ["--help"] if name is None else [name, "--help"]
     code = (
-        "import sys; from dsa.cli import main\n"
+        "import sys; from dsa.cli.program import main\n"
         f"try: main({given!r})\n"
         f"finally: print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )

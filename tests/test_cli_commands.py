@@ -435,7 +435,7 @@ def test_storage_options_arrive(run, monkeypatch):
         seen.append(storage_options)
         raise ValueError("seen")
 
-    monkeypatch.setattr("dsa.subjects.find_place", note)
+    monkeypatch.setattr("dsa.inspection.subjects.find_place", note)
     code, _, err = run(
         "verify s3://bucket/x --storage-option anon=true --storage-option key=A --storage-option n=1"
     )

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa.coalesce import as_gradient, as_rows, coalesce
 from dsa.errors import DSAError, GradientError, RowIndexError, RowTypeError
-from dsa.tensors import to_array
+from dsa.optimizers.tensors import to_array
+from dsa.state.coalesce import as_gradient, as_rows, coalesce
 
 LARGEST = 2**63 - 1
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]

@@ -11,9 +11,9 @@ from story import DIM, ROWS, batch, build
 
 import dsa
 from dsa import DiskSparseRiemannianAdam, init
-from dsa.content import StateContent, TableContent
 from dsa.errors import CheckpointCorruptError, CheckpointNotFoundError, StateCorruptError
 from dsa.schema import adam_schema
+from dsa.state.content import StateContent, TableContent
 
 
 def trained(path, steps, **options):
@@ -151,7 +151,7 @@ def test_blocks_need_not_agree(tmp_path, monkeypatch):
             1,
             (77,),
         )
-    from dsa.comparison import _pairs
+    from dsa.inspection.comparison import _pairs
 
     for one in (1, 7, 64, 101):
         for two in (1, 3, 50, 101):

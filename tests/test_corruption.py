@@ -17,7 +17,7 @@ from current_files import copy_as_killed, table_file
 import dsa
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.errors import StateCorruptError, StateError
-from dsa.metadata import METADATA_NAME, table_file_name
+from dsa.state.metadata import METADATA_NAME, table_file_name
 
 LOCK = "dsa.lock"
 CONFIGURATIONS = {
@@ -36,7 +36,7 @@ import numpy as np, torch
 from current_files import copy_as_killed, record_checksum
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.errors import CorruptRowError, DSAError, GradientError, StateError
-from dsa.metadata import table_file_name
+from dsa.state.metadata import table_file_name
 
 faulthandler.enable()
 warnings.simplefilter("ignore")

@@ -8,9 +8,9 @@ import torch
 from current_files import table_file
 
 from dsa import DiskSparseRiemannianAdam, init
-from dsa.curvature import map_weights, recurve
 from dsa.errors import StateWarning
-from dsa.manifolds import BALL_EPS, manifold_of
+from dsa.rules.curvature import map_weights, recurve
+from dsa.rules.manifolds import BALL_EPS, manifold_of
 from dsa.schema import adam_schema
 
 ROWS, DIM = 8, 3

@@ -8,7 +8,7 @@ import pytest
 import dsa
 from dsa import DiskEmbedding, cli, init
 from dsa.checkpoint.places import find_place
-from dsa.directories import local_directory
+from dsa.state.directories import local_directory
 
 ADDRESSES = [
     "s3://bucket/t", "S3://bucket/t", "gs://b", "http://host/t", "memory://t", "simplecache::s3://bucket/t",

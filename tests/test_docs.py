@@ -16,8 +16,8 @@ from test_public_api import PUBLIC, load, objects
 
 import dsa
 from dsa import errors
-from dsa.cli import main
-from dsa.migration import SET_ASIDE
+from dsa.cli.program import main
+from dsa.state.migration import SET_ASIDE
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))}

@@ -54,14 +54,14 @@ DELIBERATE = {
         ("dsa.checkpoint.sources", "it *"),
         ("dsa.checkpoint.stored", "its *"),
         ("dsa.checkpoint.stored", "it *"),
-        ("dsa.demo.directory", "format {data}"),
-        ("dsa.journal_format", "*"),
+        ("dsa.cli.demo.directory", "format {data}"),
+        ("dsa.state.journal_format", "*"),
     ],
     "the words before or after it come from another message": [
-        ("dsa.demo.command", "--picture needs matplotlib"),
-        ("dsa.directories", "{error}"),
-        ("dsa.notices", "{message}"),
-        ("dsa.matching", "in {path}, {error}"),
+        ("dsa.cli.demo.command", "--picture needs matplotlib"),
+        ("dsa.state.directories", "{error}"),
+        ("dsa.errors", "{message}"),
+        ("dsa.state.matching", "in {path}, {error}"),
     ],
     "what the system or a library says, with its own class": [
         ("dsa.checkpoint.exchange", "{code}"),
@@ -70,34 +70,34 @@ DELIBERATE = {
         ("dsa.checkpoint.transport", "{path}"),
     ],
     "for whoever tests or extends the package, in the form that Python or pytest has for it": [
-        ("dsa.portable", ""),
+        ("dsa.optimizers.portable", ""),
         ("dsa.testing", "module {value} has no attribute"),
         ("dsa.testing.records", "{what}: field {name} differs"),
     ],
     "there is one such thing only, which has no name": [
-        ("dsa.arguments", "every table is flat"),
+        ("dsa.optimizers.arguments", "every table is flat"),
         ("dsa.checkpoint.places", "the address of the checkpoint is empty"),
-        ("dsa.demo.graph", "the edge list holds no edge"),
-        ("dsa.disk_parameter", "the weight of a table on disk can't be copied"),
+        ("dsa.cli.demo.graph", "the edge list holds no edge"),
+        ("dsa.optimizers.disk_parameter", "the weight of a table on disk can't be copied"),
         ("dsa.examples.own_backend", "the backend was closed"),
-        ("dsa.from_array", "the tensor is on the meta device"),
+        ("dsa.rules.from_array", "the tensor is on the meta device"),
         ("dsa.inspection.*", "the entries of the journal hold"),
         ("dsa.inspection.*", "this view of a state is for reading"),
-        ("dsa.optimizer", "an optimizer whose state lives on disk can't"),
-        ("dsa.optimizer", "the state lives on disk and"),
-        ("dsa.optimizer", "the tables of a state directory are fixed"),
+        ("dsa.optimizers.sparse_riemannian_adam", "an optimizer whose state lives on disk can't"),
+        ("dsa.optimizers.sparse_riemannian_adam", "the state lives on disk and"),
+        ("dsa.optimizers.sparse_riemannian_adam", "the tables of a state directory are fixed"),
         ("dsa.plots.spreads", "first moments were given"),
         ("dsa.plots.spreads", "no row has moments"),
         ("dsa.schema", "a schema without fields"),
-        ("dsa.sparse_adam", "an optimizer whose state lives on disk can't"),
-        ("dsa.writer", "the write queue was closed"),
+        ("dsa.optimizers.sparse_adam", "an optimizer whose state lives on disk can't"),
+        ("dsa.backends.writer", "the write queue was closed"),
     ],
     "news about something that was asked for: there is nothing to do": [
-        ("dsa.arguments", "retain_params=True keeps nothing here"),
+        ("dsa.optimizers.arguments", "retain_params=True keeps nothing here"),
         ("dsa.checkpoint.reading", "{url} was being replaced when its writer was killed"),
-        ("dsa.migration", "the state in {path} was migrated"),
-        ("dsa.opening", "resume=False replaces the state"),
-        ("dsa.recovery", "the state in {path} was not closed"),
+        ("dsa.state.migration", "the state in {path} was migrated"),
+        ("dsa.state.opening", "resume=False replaces the state"),
+        ("dsa.state.recovery", "the state in {path} was not closed"),
     ],
 }
 
@@ -158,7 +158,7 @@ def test_the_messages_are_found():
     assert sum(map(len, FOUND.values())) > 300
     texts = {message.text for messages in FOUND.values() for message in messages}
     assert "resume={resume} is not a choice: pass None, True or False" in texts
-    locked = [message for message in FOUND["dsa.holding"] if message.kind == "StateLockedError"]
+    locked = [message for message in FOUND["dsa.state.holding"] if message.kind == "StateLockedError"]
     assert [message.function for message in locked] == ["_in_use"]
 
 

@@ -15,7 +15,7 @@ from current_files import description, table_file
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends import Zarr
 from dsa.errors import StateClosedError, StateFailedError, StateWarning
-from dsa.metadata import read_metadata
+from dsa.state.metadata import read_metadata
 
 ROWS = {"left": 40, "right": 25}
 KINDS = {
@@ -215,7 +215,7 @@ def let_go(optimizer):
 )
 def test_whichever_sync_is_refused(tmp_path, device, monkeypatch, operation, kind, durability):
     """The state goes on as if nothing had been, or refuses everything; an opening finds whole steps."""
-    monkeypatch.setattr("dsa.creation._RETAINING_BYTES", 4096)  # the ring goes round within a few steps
+    monkeypatch.setattr("dsa.state.creation._RETAINING_BYTES", 4096)  # the ring goes round within a few steps
     options, operate = KINDS[kind] | {"durability": durability}, OPERATIONS[operation]
     with build(tmp_path / "plain", **KINDS[kind]) as plain:
         states = [told(plain)]
@@ -301,7 +301,8 @@ def test_a_refusal_that_the_description_can_not_take_either_is_told(
     contents = told(optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "dsa.state.write_metadata", lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, "no"))
+            "dsa.state.state_directory.write_metadata",
+            lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, "no")),
         )
         device.refuse(0)
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):

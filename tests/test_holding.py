@@ -18,8 +18,8 @@ import dsa
 from dsa import DiskSparseRiemannianAdam, init, system
 from dsa.backends import Zarr
 from dsa.errors import StateCorruptError, StateError, StateLockedError, StateMovedError, StateWarning
-from dsa.holding import LOCK_NAME, HeldDirectory
-from dsa.metadata import read_metadata
+from dsa.state.holding import LOCK_NAME, HeldDirectory
+from dsa.state.metadata import read_metadata
 
 ROWS = 30
 ALL = {"a": (np.arange(ROWS), np.ones((ROWS, 2), np.float32))}
@@ -403,7 +403,7 @@ def test_a_failed_import_holds_the_directory_until_its_queue_is_gone(tmp_path, m
         optimizer.step(ALL)
         with condition:
             assert condition.wait_for(lambda: optimizer.stats()["writer_status"] == "failed", 20)
-        patch.setattr("dsa.creation.write_metadata", refuse)
+        patch.setattr("dsa.state.creation.write_metadata", refuse)
         with pytest.raises(OSError, match="Input/output"):
             optimizer.import_checkpoint(tmp_path / "checkpoint")
         assert in_another_process(path, 50) == "StateLockedError"
@@ -411,7 +411,7 @@ def test_a_failed_import_holds_the_directory_until_its_queue_is_gone(tmp_path, m
     assert (optimizer.global_step, counts(optimizer)) == (1, [1])
     optimizer.close()
     assert in_another_process(path, 50) == "51"
-    dsa.writer._drain_at_exit()
+    dsa.backends.writer._drain_at_exit()
     with build(path, True) as again:
         assert (again.global_step, counts(again)) == (51, [51])
 
@@ -430,7 +430,7 @@ def test_what_is_queued_for_a_state_that_was_let_go_is_never_written(tmp_path, m
     assert writer.queued == 0
     assert not optimizer._state.is_open
     assert in_another_process(path, 2) == "3"
-    dsa.writer._drain_at_exit()
+    dsa.backends.writer._drain_at_exit()
     with build(path, True) as again:
         assert (again.global_step, counts(again)) == (3, [3])
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dsa import init
 from dsa.errors import StateCorruptError
-from dsa.init import FromArray, Normal, Uniform, Zeros, as_initializer, from_json
 from dsa.kernels.random import fill_normal, fill_uniform
+from dsa.rules.init import FromArray, Normal, Uniform, Zeros, as_initializer, from_json
 from dsa.schema import adam_schema
 
 RULES = [
@@ -373,7 +373,7 @@ import sys, types
 import numpy as np
 package = sys.modules["dsa"] = types.ModuleType("dsa")
 package.__path__ = [sys.argv[1]]
-from dsa.init import as_initializer
+from dsa.rules.init import as_initializer
 assert len(list(as_initializer(np.ones((2, 2))).blocks(1))) == 2
 assert "torch" not in sys.modules
 """

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import dsa.journal
-from dsa import system
+import dsa.state.journal
+from dsa.backends import system
 from dsa.errors import DiskSpaceError, StateCorruptError
-from dsa.journal import Journal
-from dsa.journal_format import Slot, layout_of, read_slot, write_slot
 from dsa.schema import adam_schema
+from dsa.state.journal import Journal
+from dsa.state.journal_format import Slot, layout_of, read_slot, write_slot
 
 IDENTITY = "0123456789abcdef"
 DTYPES = [adam_schema(dim).dtype for dim in (1, 3, 16)]
@@ -303,7 +303,7 @@ def test_growth_that_fails_half_way(path, monkeypatch, stage):
         if stage == "writing":
             patch.setattr(system, "_write_zeros", lambda *ignored: refuse())
         else:
-            patch.setattr(dsa.journal.mmap, "mmap", lambda *ignored: refuse())
+            patch.setattr(dsa.state.journal.mmap, "mmap", lambda *ignored: refuse())
         with pytest.raises(OSError, match="refused"):
             begin(journal, [(0, DTYPES[2], 100)])
         assert path.stat().st_size >= BODY + journal.capacity
@@ -755,7 +755,7 @@ def test_a_journal_that_can_not_be_made_leaves_nothing(path, monkeypatch):
                 create(path, durable=True)
         assert not path.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(dsa.journal.mmap, "mmap", lambda *ignored: refuse())
+        patch.setattr(dsa.state.journal.mmap, "mmap", lambda *ignored: refuse())
         with pytest.raises(OSError, match="refused"):
             create(path)
     assert not path.exists()

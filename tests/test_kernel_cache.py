@@ -167,8 +167,8 @@ def test_nobody_compiles_otherwise():
 EVERYTHING = """
 import importlib, pkgutil, sys
 import numpy as np
-import dsa, dsa.kernels, dsa.demo
-for package in (dsa.kernels, dsa.demo):
+import dsa, dsa.kernels, dsa.cli.demo
+for package in (dsa.kernels, dsa.cli.demo):
     for each in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{each.name}")
 with dsa.DiskSparseRiemannianAdam({"a": dsa.init.Zeros(10, 2)}, k=1.0, disk_dir=sys.argv[1]) as optimizer:

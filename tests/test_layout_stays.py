@@ -7,7 +7,7 @@ import pytest
 
 import dsa
 import dsa.errors
-import dsa.metadata
+import dsa.state.metadata
 from dsa.backends import Memmap, Zarr
 
 LAYOUTS = {
@@ -51,9 +51,9 @@ def test_layouts_survive_changes_of_whole_tables(tmp_path, layout, change):
         optimizer._state.held.check()
         with pytest.raises(dsa.errors.StateFailedError):
             optimizer.close()
-        stored = dsa.metadata.read_metadata(path)
+        stored = dsa.state.metadata.read_metadata(path)
         stored.failed = "made up"
-        dsa.metadata.write_metadata(path, stored)
+        dsa.state.metadata.write_metadata(path, stored)
         dsa.repair(path)
         optimizer = build(path, resume=True)
     assert layout_of(optimizer) == wanted

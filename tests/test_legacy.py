@@ -21,8 +21,8 @@ from dsa.errors import (
     StateMismatchError,
     StateNotFoundError,
 )
-from dsa.legacy import find_legacy, read_legacy
 from dsa.schema import adam_schema
+from dsa.state.legacy import find_legacy, read_legacy
 
 GOLDEN = Path(__file__).parent / "golden"
 LEGACY = GOLDEN / "legacy"

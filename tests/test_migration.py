@@ -9,6 +9,7 @@ import pytest
 
 import dsa
 from dsa import DiskSparseRiemannianAdam
+from dsa.checkpoint.transfer import make_state
 from dsa.errors import (
     StateCorruptError,
     StateExistsError,
@@ -16,9 +17,8 @@ from dsa.errors import (
     StateNotFoundError,
     StateWarning,
 )
-from dsa.legacy import legacy_files, read_legacy
-from dsa.migration import SET_ASIDE
-from dsa.transfer import make_state
+from dsa.state.legacy import legacy_files, read_legacy
+from dsa.state.migration import SET_ASIDE
 
 GOLDEN = Path(__file__).parent / "golden" / "legacy"
 RELEASES = ["0.1.0", "0.2.0", "0.3.0"]
@@ -167,14 +167,14 @@ class Killed(BaseException):
 
 
 PLACES = [
-    "dsa.migration.write_content",
-    "dsa.creation.make_backend",
-    "dsa.replacement.make_table",
-    "dsa.replacement.write_metadata",
-    "dsa.creation.begin_life",
-    "dsa.creation.sweep",
-    "dsa.migration.set_aside",
-    "dsa.migration.sync_directory",
+    "dsa.state.migration.write_content",
+    "dsa.state.creation.make_backend",
+    "dsa.state.replacement.make_table",
+    "dsa.state.replacement.write_metadata",
+    "dsa.state.creation.begin_life",
+    "dsa.state.creation.sweep",
+    "dsa.state.migration.set_aside",
+    "dsa.state.migration.sync_directory",
 ]
 
 
@@ -215,7 +215,7 @@ def test_old_files_of_which_some_were_moved_when_it_was_killed(old):
 
 def test_content_of_an_open_directory_is_not_overwritten(tmp_path):
     content = read_legacy(GOLDEN / "0.3.0")
-    storage = dsa.transfer.StorageChoice().complete()
+    storage = dsa.checkpoint.transfer.StorageChoice().complete()
     make_state(tmp_path / "s", content, storage)
     with pytest.raises(StateExistsError, match="choose another directory"):
         make_state(tmp_path / "s", content, storage)

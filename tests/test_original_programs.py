@@ -11,7 +11,7 @@ import torch
 
 import dsa
 from dsa.errors import StateExistsError
-from dsa.optimizer import DiskSparseRiemannianAdam
+from dsa.optimizers.sparse_riemannian_adam import DiskSparseRiemannianAdam
 
 PROGRAMS = Path(__file__).parent / "original"
 

@@ -15,12 +15,12 @@ import torch
 from hypothesis import settings
 
 import dsa
+from dsa.backends.writer import WriteBehind
 from dsa.errors import StateClosedError, StateCorruptError, StateLockedError
 from dsa.examples import own_backend
 from dsa.examples.own_backend import SqliteBackend
 from dsa.schema import Schema, adam_schema
 from dsa.testing import CASES, BackendConformance, BackendMachine, assert_records_equal, random_records
-from dsa.writer import WriteBehind
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(dsa.__file__).parents[1])}
 SCHEMA = adam_schema(3)

@@ -13,7 +13,7 @@ import torch
 from current_files import table_file
 
 import dsa
-import dsa.system
+import dsa.backends.system
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends.memmap import MemmapBackend
 from dsa.errors import RowIndexError, RowTypeError, StateClosedError
@@ -214,7 +214,7 @@ def test_useless_hints_are_hardly_ever_passed_on(tmp_path, monkeypatch):
     """When everything is in memory, of a thousand hints all but a few end before the first system call."""
     calls = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(dsa.system, "blocks_read", lambda: 7)
+    monkeypatch.setattr(dsa.backends.system, "blocks_read", lambda: 7)
     backend = MemmapBackend.create(tmp_path / "table", 5_000, dsa.schema.adam_schema(4), allocate="sparse")
     rows = np.arange(0, 5_000, 50)
     backend.read(rows)
@@ -459,4 +459,4 @@ def test_a_step_that_failed_uses_up_no_hint(optimizer, hints):
 
 def test_the_public_name():
     assert "lookahead" in dsa.__all__
-    assert Path(dsa.prefetch.__file__).name == "prefetch.py"
+    assert Path(dsa.optimizers.prefetch.__file__).name == "prefetch.py"

@@ -29,16 +29,16 @@ PUBLIC = [
     "dsa.backends.memory",
     "dsa.backends.zarr",
     "dsa.backends.zarr_compressed",
-    "dsa.comparison",
+    "dsa.inspection.comparison",
     "dsa.conventions",
     "dsa.errors",
-    "dsa.estimation",
+    "dsa.state.estimation",
     "dsa.init",
     "dsa.manifolds",
-    "dsa.optimizer",
+    "dsa.optimizers.sparse_riemannian_adam",
     "dsa.schema",
     "dsa.testing",
-    "dsa.verification",
+    "dsa.inspection.verification",
 ]
 
 
@@ -148,7 +148,7 @@ def test_what_modules_take_from_each_other_is_offered(name):
 
 def test_the_names_that_users_write():
     from dsa import DiskSparseRiemannianAdam, conventions, errors, estimate, init
-    from dsa.optimizer import DiskSparseRiemannianAdam as same
+    from dsa.optimizers.sparse_riemannian_adam import DiskSparseRiemannianAdam as same
 
     assert DiskSparseRiemannianAdam is same
     assert {"Normal", "Uniform", "Zeros", "FromArray"} <= set(init.__all__)
@@ -259,7 +259,15 @@ def test_annotations_can_be_looked_up(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["dsa", "dsa.conventions", "dsa.estimation", "dsa.init", "dsa.optimizer", "dsa.schema"]
+    "name",
+    [
+        "dsa",
+        "dsa.conventions",
+        "dsa.state.estimation",
+        "dsa.init",
+        "dsa.optimizers.sparse_riemannian_adam",
+        "dsa.schema",
+    ],
 )
 def test_arguments_are_explained(name):
     """Of what users construct and call: each argument stands in the docstring of the function or class."""

@@ -5,7 +5,7 @@ import re
 import pytest
 from pages import ROOT, run
 
-from dsa.cli import main
+from dsa.cli.program import main
 
 README = (ROOT / "README.md").read_text("utf-8")
 

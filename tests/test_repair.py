@@ -13,7 +13,7 @@ from story import ROWS, batch, build, flip, listing
 
 import dsa
 from dsa.backends import Zarr
-from dsa.cli import main
+from dsa.cli.program import main
 from dsa.errors import (
     CorruptRowError,
     StateCorruptError,
@@ -22,8 +22,8 @@ from dsa.errors import (
     StateMismatchError,
     StateNotFoundError,
 )
-from dsa.journal_format import BODY, read_header
-from dsa.metadata import METADATA_NAME, Metadata, read_metadata, write_metadata
+from dsa.state.journal_format import BODY, read_header
+from dsa.state.metadata import METADATA_NAME, Metadata, read_metadata, write_metadata
 
 BACKENDS = {"memmap": "memmap", "zarr": "zarr", "zstd": Zarr(compression="zstd", shard_bytes=4096)}
 STEPS = 7
@@ -50,7 +50,7 @@ def left_behind(path, durability="process", backend="memmap", steps=STEPS):
 
 
 def _now(optimizer):
-    from dsa.table import read_records
+    from dsa.state.table import read_records
 
     tables = optimizer._state.tables
     return {name: read_records(tables[name], np.arange(rows)) for name, rows in ROWS.items()}
@@ -102,7 +102,7 @@ def forget_close(path):
     """Not closed, and the last entry not applied yet: its records count."""
     file = journal(path)
     raw = bytearray(file.read_bytes())
-    from dsa.journal_format import SLOTS_AT, read_slot, write_slot
+    from dsa.state.journal_format import SLOTS_AT, read_slot, write_slot
 
     for at in SLOTS_AT:
         slot = read_slot(raw, at)
@@ -389,10 +389,10 @@ def test_killed_in_the_middle(tmp_path, moment):
         pass
 
     targets = {
-        "report": "dsa.repairs.system.write_atomically",
-        "reset": "dsa.repairs._reset",
-        "flush": "dsa.repairs.system.sync_directory",
-        "description": "dsa.repairs.write_metadata",
+        "report": "dsa.inspection.repairs.system.write_atomically",
+        "reset": "dsa.inspection.repairs._reset",
+        "flush": "dsa.inspection.repairs.system.sync_directory",
+        "description": "dsa.inspection.repairs.write_metadata",
     }
     with mock.patch(targets[moment], side_effect=Killed), pytest.raises(Killed):
         dsa.repair(path)

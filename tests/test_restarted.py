@@ -50,7 +50,9 @@ def left(tmp_path):
 
 @pytest.fixture
 def restart(monkeypatch):
-    return lambda: monkeypatch.setattr("dsa.system.boot_identity", lambda: "another run of the system")
+    return lambda: monkeypatch.setattr(
+        "dsa.backends.system.boot_identity", lambda: "another run of the system"
+    )
 
 
 def reopened(path, **options):
@@ -203,10 +205,10 @@ def test_a_change_of_whole_tables_is_never_guessed(tmp_path, monkeypatch, how, r
         optimizer._state.abandon()
         raise Lost
 
-    place = "dsa.replacement.StateDirectory.adopt" if switched else "dsa.replacement.begin_life"
+    place = "dsa.state.replacement.StateDirectory.adopt" if switched else "dsa.state.replacement.begin_life"
     with monkeypatch.context() as patch:
         patch.setattr(place, lose)
-        patch.setattr("dsa.replacement._unmake", lambda *ignored: None)
+        patch.setattr("dsa.state.replacement._unmake", lambda *ignored: None)
         with pytest.raises(Lost):
             optimizer.set_curvature(0.5)
     damage(path, how)

@@ -11,7 +11,7 @@ import dsa
 from dsa import DiskSparseAdam, DiskSparseRiemannianAdam, init
 from dsa.backends import memmap
 from dsa.errors import StateClosedError
-from dsa.snapshot import Snapshot
+from dsa.state.snapshot import Snapshot
 
 ROWS = {"entity": 2_000, "relation": 300}
 DIM = 6

@@ -30,7 +30,7 @@ from dsa.errors import (
     StateNotFoundError,
     StateWarning,
 )
-from dsa.metadata import FORMAT_VERSION, METADATA_NAME, read_metadata, table_file_name, write_metadata
+from dsa.state.metadata import FORMAT_VERSION, METADATA_NAME, read_metadata, table_file_name, write_metadata
 
 LOCK = "dsa.lock"
 TABLES = {"left": init.Normal(20, 3, seed=1), "right": init.Zeros(7, 2)}
@@ -621,7 +621,7 @@ def test_file_names_do_not_change_between_releases():
 PRELUDE = """
 import os, signal, sys
 import numpy as np
-import dsa.backends.memmap, dsa.creation, dsa.opening, dsa.replacement
+import dsa.backends.memmap, dsa.state.creation, dsa.state.opening, dsa.state.replacement
 from dsa import DiskSparseRiemannianAdam, init
 tables = {"left": init.Normal(20, 3, seed=1), "right": init.Zeros(7, 2)}
 batch = {"left": (np.array([3, 19]), np.ones((2, 3), np.float32)),
@@ -732,15 +732,15 @@ sys.stdin.read()
 
 
 GATES = {
-    "before the old files go": "dsa.opening.remove_table_file = gate",
-    "before the description": "dsa.creation.write_metadata = gate",
+    "before the old files go": "dsa.state.opening.remove_table_file = gate",
+    "before the description": "dsa.state.creation.write_metadata = gate",
     "between two tables": """
-real = dsa.creation.make_table
+real = dsa.state.creation.make_table
 def make(path, content, *options):
     if content.name == "right":
         gate()
     return real(path, content, *options)
-dsa.creation.make_table = make
+dsa.state.creation.make_table = make
 """,
     "before the first table": "dsa.backends.memmap.MemmapBackend.create = gate",
 }
@@ -791,10 +791,10 @@ def test_killed_while_starting(tmp_path, resume):
 def test_an_interrupted_change_changes_nothing(path, tmp_path, monkeypatch):
     """KeyboardInterrupt in the middle of `set_curvature`, then the end of the `with` block."""
     import dsa.backends.memmap
-    import dsa.replacement
+    import dsa.state.replacement
 
     calls = []
-    real = dsa.replacement.recurve
+    real = dsa.state.replacement.recurve
 
     def once(*arguments):
         calls.append(1)
@@ -806,7 +806,7 @@ def test_an_interrupted_change_changes_nothing(path, tmp_path, monkeypatch):
         before = optimizer.read_rows(range(20), "left")
         files = sorted(each.name for each in path.iterdir())
         patch.setattr(dsa.backends.memmap, "_BLOCK_BYTES", 200)  # so that the table has several blocks
-        patch.setattr(dsa.replacement, "recurve", once)
+        patch.setattr(dsa.state.replacement, "recurve", once)
         with pytest.raises(KeyboardInterrupt):
             optimizer.set_curvature(4.0, name="left")
         assert sorted(each.name for each in path.iterdir()) == files

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import dsa.writer
+import dsa.backends.writer
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends.memmap import MemmapBackend
 from dsa.errors import GradientError, StateWarning
@@ -138,13 +138,13 @@ def test_a_count_is_not_lost_between_two_threads(tmp_path):
 
         class Rows(np.ndarray):
             def __len__(self):
-                if sys._getframe(1).f_code is dsa.table.read_records.__code__ and table.rows_read == 0:
-                    other = threading.Thread(target=dsa.table.read_records, args=(table, np.arange(3)))
+                if sys._getframe(1).f_code is dsa.state.table.read_records.__code__ and table.rows_read == 0:
+                    other = threading.Thread(target=dsa.state.table.read_records, args=(table, np.arange(3)))
                     other.start()
                     other.join(DEADLINE)
                 return super().__len__()
 
-        dsa.table.read_records(table, np.arange(5).view(Rows))
+        dsa.state.table.read_records(table, np.arange(5).view(Rows))
         assert optimizer.stats()["rows_read"] == 8
 
 

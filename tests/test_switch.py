@@ -270,10 +270,10 @@ def refuse(*ignored, **also_ignored):
 
 
 MOMENTS = {
-    "the description": ("dsa.creation.write_metadata", refuse),
-    "the journal": ("dsa.creation.Journal.create", refuse),
-    "the second table": ("dsa.replacement.make_table", None),
-    "the directory": ("dsa.system.sync_directory", refuse),
+    "the description": ("dsa.state.creation.write_metadata", refuse),
+    "the journal": ("dsa.state.creation.Journal.create", refuse),
+    "the second table": ("dsa.state.replacement.make_table", None),
+    "the directory": ("dsa.backends.system.sync_directory", refuse),
 }
 
 
@@ -292,7 +292,7 @@ def test_a_full_disk_at_a_change(tmp_path, monkeypatch, name, kind, moment):
         optimizer.step(batch(0))
         place, replacement = MOMENTS[moment]
         if replacement is None:
-            real, made = dsa.replacement.make_table, []
+            real, made = dsa.state.replacement.make_table, []
 
             def replacement(*arguments):
                 if made:
@@ -338,7 +338,7 @@ def test_a_description_that_is_there_although_writing_it_failed(tmp_path, monkey
     optimizer = build(tmp_path / "state", **KINDS[kind])
     optimizer.step(batch(0))
     with monkeypatch.context() as patch:
-        patch.setattr("dsa.metadata.write_atomically", late)
+        patch.setattr("dsa.state.metadata.write_atomically", late)
         patch.setattr(optimizer._state, "flush", lambda: None)
         with pytest.raises(OSError, match="not synced"):
             optimizer.set_curvature(4.0)
@@ -354,7 +354,11 @@ def test_starting_over_without_room_keeps_the_old_state(tmp_path, monkeypatch):
     with build(path) as optimizer:
         optimizer.step(batch(0))
         old = told(optimizer._state)
-    for place in ("dsa.creation.write_metadata", "dsa.creation.Journal.create", "dsa.creation.make_table"):
+    for place in (
+        "dsa.state.creation.write_metadata",
+        "dsa.state.creation.Journal.create",
+        "dsa.state.creation.make_table",
+    ):
         with monkeypatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore", StateWarning)
             patch.setattr(place, refuse)

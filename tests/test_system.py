@@ -217,7 +217,7 @@ def test_a_lock_is_held_once(tmp_path):
 
 HOLD = """
 import os, sys
-from dsa import system
+from dsa.backends import system
 descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o644)
 print(system.lock_file(descriptor), flush=True)
 sys.stdin.read()
@@ -256,7 +256,7 @@ def test_an_error_of_the_lock_itself_is_not_taken_for_a_holder(tmp_path, monkeyp
 WRITE = """
 import os, sys
 from pathlib import Path
-from dsa import system
+from dsa.backends import system
 def gate(*ignored, **also_ignored):
     print("at the gate", flush=True)
     sys.stdin.read()

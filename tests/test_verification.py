@@ -18,8 +18,8 @@ from story import DIM, ROWS, STEPS, batch, build, flip, listing, tell
 
 import dsa
 from dsa.errors import CheckpointMismatchError, CheckpointNotFoundError, StateMismatchError
-from dsa.journal_format import BODY, read_header
-from dsa.metadata import read_metadata
+from dsa.state.journal_format import BODY, read_header
+from dsa.state.metadata import read_metadata
 
 BACKENDS = ["memmap", "zarr", dsa.backends.Zarr(compression="zstd")]
 
@@ -225,7 +225,7 @@ def test_a_killed_process_left_a_whole_journal(tmp_path):
     (remark,) = found.remarks
     assert "its journal, which is whole" in " ".join(remark.split())
     assert listing(tmp_path) == before
-    with mock.patch("dsa.system.boot_identity", return_value="another"):
+    with mock.patch("dsa.backends.system.boot_identity", return_value="another"):
         assert "the machine was restarted" in dsa.verify(tmp_path / "run").remarks[1]
     stored = read_metadata(tmp_path / "run")
     journal = tmp_path / "run" / stored.journal_name

@@ -5,7 +5,7 @@ import pytest
 
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.errors import TrainingWarning
-from dsa.watch import ClampWatch
+from dsa.optimizers.watch import ClampWatch
 
 
 def note(watch, *steps):

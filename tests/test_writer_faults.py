@@ -24,13 +24,13 @@ import numpy as np
 import pytest
 
 import dsa
+import dsa.backends.writer
 import dsa.kernels.row_index
-import dsa.writer
 from dsa.backends.memory import MemoryBackend
+from dsa.backends.writer import WriteBehind
 from dsa.errors import StateClosedError, StateError, TrainingWarning
 from dsa.schema import adam_schema
 from dsa.testing import assert_records_equal, random_records
-from dsa.writer import WriteBehind
 
 DEADLINE = 20
 ROWS = 10_000  # three blocks of a memory backend's scan
@@ -538,7 +538,7 @@ def test_a_fallback_writes_in_order(make):
         warnings.simplefilter("ignore", TrainingWarning)
         for row in range(1, 500):
             setting.write(0, row)
-            assert setting.queue.queued <= 2 + dsa.writer._MERGED_BATCHES
+            assert setting.queue.queued <= 2 + dsa.backends.writer._MERGED_BATCHES
     setting.queue.drain()
     setting.check_written()
 
@@ -693,18 +693,18 @@ def test_a_failure_while_someone_drains_is_not_remembered_after_the_drain(make):
 def test_an_error_before_the_disk_is_reached_is_raised_too(make, monkeypatch):
     """Merging needs memory: without it the thread must fail as with a bad disk, and not try for ever."""
     setting = make()
-    merged = dsa.writer._merged
+    merged = dsa.backends.writer._merged
 
     def refuse(batches):
         raise MemoryError("no room to merge")
 
-    monkeypatch.setattr(dsa.writer, "_merged", refuse)
+    monkeypatch.setattr(dsa.backends.writer, "_merged", refuse)
     setting.gate.open()
     setting.write(1, 2)
     setting.await_failure()
     with pytest.raises(StateError, match="no room to merge"):
         setting.check()
-    monkeypatch.setattr(dsa.writer, "_merged", merged)
+    monkeypatch.setattr(dsa.backends.writer, "_merged", merged)
     setting.queue.flush()
     setting.check_written()
 
@@ -929,7 +929,7 @@ def handlers(code):
 
 
 def _in_writer(frame):
-    return frame.f_code.co_filename in (dsa.writer.__file__, dsa.kernels.row_index.__file__)
+    return frame.f_code.co_filename in (dsa.backends.writer.__file__, dsa.kernels.row_index.__file__)
 
 
 class Interrupt:
@@ -1117,7 +1117,7 @@ def test_a_forked_child_holds_a_dead_copy(make):
         setting.queue.close()
         setting.queue.close()
         assert "close" not in setting.memory.calls
-        dsa.writer._drain_at_exit()
+        dsa.backends.writer._drain_at_exit()
 
     in_child(check)
     setting.check()
@@ -1163,7 +1163,7 @@ import errno, threading
 import numpy as np
 from dsa.backends.memory import MemoryBackend
 from dsa.schema import adam_schema
-from dsa.writer import WriteBehind
+from dsa.backends.writer import WriteBehind
 
 class Disk:
     def __init__(self, name):

@@ -25,7 +25,14 @@ from dsa.errors import (
     StateMismatchError,
     StateWarning,
 )
-from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata, table_file_name, write_metadata
+from dsa.state.metadata import (
+    METADATA_NAME,
+    Metadata,
+    owned_files,
+    read_metadata,
+    table_file_name,
+    write_metadata,
+)
 
 ROWS = {"left": 1_500, "right": 90}
 DIMS = {"left": 5, "right": 3}
@@ -396,7 +403,7 @@ def test_estimates(tmp_path):
 
 
 def test_a_disk_without_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(dsa.system, "available_bytes", lambda directory: 50_000)
+    monkeypatch.setattr(dsa.backends.system, "available_bytes", lambda directory: 50_000)
     with pytest.raises(DiskSpaceError, match="bytes are needed"):
         build(tmp_path, backend="zarr", allocate="reserve")
     assert not owned_files(tmp_path)

@@ -17,7 +17,7 @@ class StateBackend(Protocol):
     it.
 
     *Rows.* `rows` arguments are 1-D int64, strictly increasing and inside ``[0, len)``. Whoever holds a
-    backend has checked that (see `dsa.coalesce`); a backend does not check again.
+    backend has checked that (see `dsa.state.coalesce`); a backend does not check again.
 
     *Memory.* `read` returns an array that the caller owns and may change: a new one, or the `out` it was
     given. `write` copies what it needs before it returns unless the implementation says that it takes

@@ -13,8 +13,8 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.backends.shards.layout import ArrayLayout
 from dsa.kernels.columns import Units, unit_of
-from dsa.shards.layout import ArrayLayout
 
 __all__ = ["ChunkCache", "Hold", "run_bounds"]
 

@@ -13,7 +13,7 @@ from typing import Final, final
 
 import numpy as np
 
-from dsa import system
+from dsa.backends import system
 from dsa.schema import Rows
 
 __all__ = ["ColdReads", "page_runs"]

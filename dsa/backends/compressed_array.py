@@ -22,8 +22,10 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa import system
+from dsa.backends import system
 from dsa.backends.chunk_cache import run_bounds
+from dsa.backends.shards.encoding import decode_chunk, encode_chunk, index_bytes, place_index, read_index
+from dsa.backends.shards.layout import ArrayLayout
 from dsa.backends.zarr_group import LABEL_BYTES, corrupt, shard_files, shard_label
 from dsa.errors import StateCorruptError
 from dsa.kernels.checksums import factors
@@ -31,8 +33,6 @@ from dsa.kernels.columns import Units, scatter_column, sum_column, unit_of, unit
 from dsa.kernels.layout import Words
 from dsa.kernels.threads import run_slices
 from dsa.schema import TORN, Rows
-from dsa.shards.encoding import decode_chunk, encode_chunk, index_bytes, place_index, read_index
-from dsa.shards.layout import ArrayLayout
 
 __all__ = ["CompressedArray", "Replacement", "make_empty_shards"]
 

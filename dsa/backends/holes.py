@@ -25,7 +25,7 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa import system
+from dsa.backends import system
 from dsa.errors import DiskSpaceError
 from dsa.schema import Rows
 

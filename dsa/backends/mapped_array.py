@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa import system
+from dsa.backends import system
 from dsa.backends.cold_reads import page_runs
 from dsa.backends.holes import Holes
 from dsa.backends.mapping import map_file, opened
+from dsa.backends.shards.encoding import index_bytes, raw_index
+from dsa.backends.shards.layout import ArrayLayout
 from dsa.backends.zarr_group import LABEL_BYTES, corrupt, shard_files, shard_label
 from dsa.kernels.checksums import factors
 from dsa.kernels.columns import (
@@ -29,8 +31,6 @@ from dsa.kernels.columns import (
 )
 from dsa.kernels.layout import Words
 from dsa.schema import Rows
-from dsa.shards.encoding import index_bytes, raw_index
-from dsa.shards.layout import ArrayLayout
 
 __all__ = ["MappedArray", "make_shards"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from dsa import system
+from dsa.backends import system
 
 __all__ = ["Allocate", "check_allocate", "map_file", "opened"]
 

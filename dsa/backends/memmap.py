@@ -35,7 +35,7 @@ from typing import Any, Final, Literal, final
 
 import numpy as np
 
-from dsa import system
+from dsa.backends import system
 from dsa.backends.cold_reads import ColdReads, page_runs
 from dsa.backends.holes import Holes
 from dsa.backends.mapping import Allocate, check_allocate, map_file, opened

@@ -23,11 +23,12 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from dsa import system
+from dsa.backends import system
 from dsa.backends.cold_reads import ColdReads
 from dsa.backends.mapped_array import MappedArray, make_shards
 from dsa.backends.mapping import Allocate, check_allocate
 from dsa.backends.settling import settle
+from dsa.backends.shards.documents import Compression
 from dsa.backends.zarr_group import (
     array_layouts,
     check_group,
@@ -42,7 +43,6 @@ from dsa.kernels.columns import sum_column, unit_of, units_of
 from dsa.kernels.layout import Words
 from dsa.kernels.threads import run_slices
 from dsa.schema import TORN, Records, Rows, Schema
-from dsa.shards.documents import Compression
 
 __all__ = ["Zarr", "ZarrBackend"]
 

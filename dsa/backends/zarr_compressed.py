@@ -2,7 +2,8 @@
 
 A read decompresses the chunks of its rows, 64 rows each, unless the cache has them. A write rewrites every
 shard that holds one of its rows, once, each of its chunks at most once: it is meant for large batches, which
-`dsa.writer.WriteBehind` collects. Space is taken as rows are written; a full disk is an error of `write`.
+`dsa.backends.writer.WriteBehind` collects. Space is taken as rows are written; a full disk is an error of
+`write`.
 
 Opened for reading only, and in a forked child, it goes on when another process replaces shards: each chunk
 is of the old shard or the new one. What its cache holds is of the moment when it was read.

@@ -32,12 +32,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from dsa import system
+from dsa.backends import system
+from dsa.backends.shards.documents import (
+    DOCUMENT,
+    Compression,
+    array_document,
+    encode_document,
+    group_document,
+)
+from dsa.backends.shards.encoding import index_bytes
+from dsa.backends.shards.layout import SHARD_BYTES, ArrayLayout, ArraySpec, plan_layout
 from dsa.errors import StateCorruptError
 from dsa.schema import Schema, has_stamp
-from dsa.shards.documents import DOCUMENT, Compression, array_document, encode_document, group_document
-from dsa.shards.encoding import index_bytes
-from dsa.shards.layout import SHARD_BYTES, ArrayLayout, ArraySpec, plan_layout
 
 __all__ = [
     "LABEL_BYTES",

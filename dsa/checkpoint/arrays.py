@@ -13,12 +13,12 @@ from typing import Any, Final, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.backends.shards.documents import DOCUMENT, Compression, array_document, encode_document
+from dsa.backends.shards.encoding import encode_chunk, place_index, raw_index
+from dsa.backends.shards.layout import ArrayLayout
 from dsa.checkpoint.digests import RowHasher
 from dsa.checkpoint.manifest import ArrayEntry
 from dsa.checkpoint.targets import OutputFile, Target
-from dsa.shards.documents import DOCUMENT, Compression, array_document, encode_document
-from dsa.shards.encoding import encode_chunk, place_index, raw_index
-from dsa.shards.layout import ArrayLayout
 
 __all__ = ["ArrayWriter"]
 
@@ -47,7 +47,7 @@ class ArrayWriter:
         target: Where the checkpoint goes.
         path: The array's path in it.
         layout: How it is cut.
-        compression: See `dsa.shards.documents.array_document`.
+        compression: See `dsa.backends.shards.documents.array_document`.
         algorithm: See `dsa.checkpoint.digests`.
     """
 

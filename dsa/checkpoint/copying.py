@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dsa.backends.shards.documents import DOCUMENT
 from dsa.checkpoint.export import open_target
 from dsa.checkpoint.meter import Progress, metered
 from dsa.checkpoint.occupied import is_part
@@ -17,7 +18,6 @@ from dsa.checkpoint.sources import Source
 from dsa.checkpoint.targets import Target
 from dsa.checkpoint.workers import Task, Workers, worker_count
 from dsa.errors import CheckpointCorruptError
-from dsa.shards.documents import DOCUMENT
 
 __all__ = ["copy_checkpoint"]
 

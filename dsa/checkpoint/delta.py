@@ -22,7 +22,6 @@ import numpy as np
 from dsa.checkpoint.export import ExportOptions, write_checkpoint
 from dsa.checkpoint.places import StorageOptions, check_apart, find_place
 from dsa.checkpoint.reading import Checkpoint, open_checkpoint
-from dsa.content import StateContent, TableContent
 from dsa.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -30,6 +29,7 @@ from dsa.errors import (
     CheckpointNotFoundError,
 )
 from dsa.schema import Field, Records, Rows, Schema
+from dsa.state.content import StateContent, TableContent
 
 __all__ = ["ROWS", "OpenedContent", "flatten_checkpoint", "open_content", "write_delta"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final, final
 
-from dsa.shards.layout import ArraySpec, block_rows
+from dsa.backends.shards.layout import ArraySpec, block_rows
 
 __all__ = [
     "ALGORITHMS",

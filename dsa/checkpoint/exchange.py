@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, cast
 
-from dsa.system import retried
+from dsa.backends.system import retried
 
 __all__ = ["exchange_directories", "replace_directory"]
 

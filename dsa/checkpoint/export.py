@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
+from dsa.backends.shards.documents import encode_document, group_document
+from dsa.backends.system import available_bytes
 from dsa.checkpoint.digests import DEFAULT_ALGORITHM, content_root, new_hash
 from dsa.checkpoint.local import LocalTarget
 from dsa.checkpoint.manifest import ROOT, Kind, Manifest, array_specs, metadata_checksum
@@ -20,10 +22,8 @@ from dsa.checkpoint.places import Place, StorageOptions, find_target
 from dsa.checkpoint.remote import RemoteTarget
 from dsa.checkpoint.tables import CompressionChoice, TableWriter, WrittenTable
 from dsa.checkpoint.targets import Target
-from dsa.content import StateContent
 from dsa.errors import DiskSpaceError
-from dsa.shards.documents import encode_document, group_document
-from dsa.system import available_bytes
+from dsa.state.content import StateContent
 
 __all__ = ["ExportOptions", "commit_tables", "open_target", "write_checkpoint"]
 

@@ -26,14 +26,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, final
 
+from dsa.backends.shards.documents import DOCUMENT
+from dsa.backends.system import boot_identity, lock_file, retried, sync_directory, sync_file
 from dsa.checkpoint.exchange import replace_directory
 from dsa.checkpoint.occupied import check_inside_nothing, check_replaceable, is_committed, is_vacant
 from dsa.checkpoint.places import Place
 from dsa.checkpoint.workers import Workers
-from dsa.errors import CheckpointExistsError, CheckpointWriteError, DSAError, StateWarning
-from dsa.notices import notify
-from dsa.shards.documents import DOCUMENT
-from dsa.system import boot_identity, lock_file, retried, sync_directory, sync_file
+from dsa.errors import CheckpointExistsError, CheckpointWriteError, DSAError, StateWarning, notify
 
 __all__ = ["LocalTarget", "left_aside"]
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar, final
 
+from dsa.backends.shards.layout import ArraySpec
 from dsa.checkpoint.digests import ALGORITHMS, ArrayDigest, root_digest
 from dsa.checkpoint.names import is_group_name, name_from_json, name_to_json
-from dsa.content import TableContent
 from dsa.errors import DSAError
-from dsa.init import Initializer, from_json
+from dsa.rules.init import Initializer, from_json
 from dsa.schema import Schema
-from dsa.shards.layout import ArraySpec
+from dsa.state.content import TableContent
 
 __all__ = [
     "ARRAY_CHECKSUM",
@@ -139,7 +139,7 @@ class TableEntry:
         k: Curvature magnitude.
         steps: Steps in which the table took part.
         second_moment: The meaning of ``v``.
-        init_max_norm_fraction: See `dsa.table.Table`.
+        init_max_norm_fraction: See `dsa.state.table.Table`.
         initializer: The rule for untouched rows, or None.
         touched_rows: Rows that were ever written, or None where the schema doesn't tell.
     """
@@ -245,7 +245,7 @@ class Manifest:
         attributes: What the caller wanted to keep with it.
         base: Of a delta: the ``step`` and ``content_root`` of the checkpoint it is relative to.
         metadata: `metadata_checksum`, empty until it is known.
-        identity: The state's; see `dsa.content.StateContent`.
+        identity: The state's; see `dsa.state.content.StateContent`.
     """
 
     kind: Kind

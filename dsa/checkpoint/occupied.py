@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from dsa.backends.shards.documents import DOCUMENT
 from dsa.checkpoint.manifest import FORMAT, ROOT
 from dsa.errors import CheckpointExistsError
-from dsa.shards.documents import DOCUMENT
 
 __all__ = [
     "STATE_FILE",

@@ -12,8 +12,8 @@ from typing import Any, Final, final
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from dsa.directories import local_directory
 from dsa.errors import CheckpointExistsError, CheckpointNotFoundError
+from dsa.state.directories import local_directory
 
 __all__ = ["Place", "StorageOptions", "check_apart", "find_place", "find_target"]
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.backends.shards.documents import array_document
+from dsa.backends.shards.encoding import index_bytes, raw_index
+from dsa.backends.shards.layout import ArrayLayout, ArraySpec
 from dsa.checkpoint.sources import Source
-from dsa.shards.documents import array_document
-from dsa.shards.encoding import index_bytes, raw_index
-from dsa.shards.layout import ArrayLayout, ArraySpec
 
 __all__ = ["are_plain", "plain_layout", "plain_size", "read_plain"]
 

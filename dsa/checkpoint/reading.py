@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar, final
 
+from dsa.backends.shards.documents import DOCUMENT
+from dsa.backends.shards.layout import ArraySpec
 from dsa.checkpoint.blocks import BlockReader, corrupt_block
 from dsa.checkpoint.digests import content_root, zeros_digest
 from dsa.checkpoint.local import left_aside
@@ -26,17 +28,15 @@ from dsa.checkpoint.places import Place, StorageOptions, find_place
 from dsa.checkpoint.sources import Source
 from dsa.checkpoint.stored import StoredArray, chunk_keys, stored_array
 from dsa.checkpoint.streams import record_blocks, verify_arrays
-from dsa.content import StateContent, TableContent
 from dsa.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     StateWarning,
+    notify,
 )
-from dsa.notices import notify
-from dsa.shards.documents import DOCUMENT
-from dsa.shards.layout import ArraySpec
+from dsa.state.content import StateContent, TableContent
 
 __all__ = ["Checkpoint", "StoredTable", "open_checkpoint", "verify_tables"]
 

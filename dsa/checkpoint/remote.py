@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, final
 
+from dsa.backends.shards.documents import DOCUMENT
 from dsa.checkpoint.manifest import ARRAY_CHECKSUM
 from dsa.checkpoint.occupied import STATE_FILE, foreign_entry, root_attribute
 from dsa.checkpoint.places import Place
 from dsa.checkpoint.transport import list_remote
 from dsa.errors import CheckpointExistsError, CheckpointReadError, CheckpointWriteError, DSAError
-from dsa.shards.documents import DOCUMENT
 
 __all__ = ["RemoteTarget"]
 

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import zarr.storage
 
+from dsa.backends.shards.documents import DOCUMENT
 from dsa.checkpoint.places import Place
 from dsa.checkpoint.transport import (
     list_remote,
@@ -24,7 +25,6 @@ from dsa.checkpoint.transport import (
     remote_store,
     sizes_of,
 )
-from dsa.shards.documents import DOCUMENT
 
 __all__ = ["Source"]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from dsa.backends.shards.layout import ArrayLayout, ArraySpec
 from dsa.checkpoint.manifest import ArrayEntry, array_entry
 from dsa.checkpoint.plain import plain_layout
-from dsa.shards.layout import ArrayLayout, ArraySpec
 
 __all__ = ["StoredArray", "chunk_keys", "stored_array"]
 

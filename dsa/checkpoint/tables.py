@@ -9,16 +9,16 @@ from typing import Any, Final, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.backends.shards.documents import DOCUMENT, Compression, encode_document, group_document
+from dsa.backends.shards.layout import ArraySpec, plan_layout
 from dsa.checkpoint.arrays import ArrayWriter
 from dsa.checkpoint.digests import DEFAULT_ALGORITHM
 from dsa.checkpoint.manifest import ArrayEntry, TableEntry, array_specs
 from dsa.checkpoint.meter import Advance
 from dsa.checkpoint.pipeline import ArrayPipeline
 from dsa.checkpoint.targets import Target
-from dsa.content import TableContent
 from dsa.schema import Records
-from dsa.shards.documents import DOCUMENT, Compression, encode_document, group_document
-from dsa.shards.layout import ArraySpec, plan_layout
+from dsa.state.content import TableContent
 
 __all__ = ["CompressionChoice", "TableWriter", "WrittenTable"]
 

@@ -19,14 +19,14 @@ from typing import Any, BinaryIO, Final, Unpack, cast
 import fsspec
 import numpy as np
 
+from dsa.backends.system import available_bytes, retried, sync_directory
 from dsa.checkpoint.export import ExportOptions, write_checkpoint
 from dsa.checkpoint.meter import Progress, metered
 from dsa.checkpoint.names import group_names
 from dsa.checkpoint.places import StorageOptions, find_place
-from dsa.content import StateContent, TableContent
 from dsa.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointWriteError, DiskSpaceError
 from dsa.schema import Field, Records, Schema
-from dsa.system import available_bytes, retried, sync_directory
+from dsa.state.content import StateContent, TableContent
 
 __all__ = ["write_weights"]
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, final
 
-from dsa import system
+from dsa.backends import system
 from dsa.errors import (
     StateClosedError,
     StateCorruptError,
@@ -21,12 +21,12 @@ from dsa.errors import (
     StateNotFoundError,
 )
 from dsa.inspection.tail import Kept, Tail, read_entries, still_counting
-from dsa.journal import salvage_journal
-from dsa.journal_format import BODY, Slot, read_header
-from dsa.legacy import find_legacy
-from dsa.metadata import METADATA_NAME, Metadata, owned_files, read_metadata
-from dsa.progress import Progress
-from dsa.recovery import is_copy
+from dsa.state.journal import salvage_journal
+from dsa.state.journal_format import BODY, Slot, read_header
+from dsa.state.legacy import find_legacy
+from dsa.state.metadata import METADATA_NAME, Metadata, owned_files, read_metadata
+from dsa.state.progress import Progress
+from dsa.state.recovery import is_copy
 
 __all__ = ["Mark", "ObservedDirectory", "file_sizes", "nothing_there"]
 

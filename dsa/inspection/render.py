@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from dsa.console import forgiving
+from dsa.inspection.console import forgiving
 from dsa.inspection.sketch import Histogram, Spread
 from dsa.inspection.summary import StateSummary, TableSummary
 from dsa.inspection.text import size

@@ -18,7 +18,7 @@ from dsa.backends.memmap import MemmapBackend
 from dsa.backends.zarr import ZarrBackend
 from dsa.backends.zarr_compressed import CompressedZarrBackend
 from dsa.errors import StateCorruptError
-from dsa.metadata import METADATA_NAME, table_file_name
+from dsa.state.metadata import METADATA_NAME, table_file_name
 
 __all__ = ["OPENERS", "Source", "open_source"]
 

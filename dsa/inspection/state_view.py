@@ -9,20 +9,19 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
-from dsa.content import StateContent
-from dsa.directories import local_directory
-from dsa.errors import StateClosedError, StateCorruptError, StateWarning
-from dsa.init import from_json
+from dsa.errors import StateClosedError, StateCorruptError, StateWarning, notify
 from dsa.inspection import arrays, text
 from dsa.inspection.directory import ObservedDirectory
 from dsa.inspection.overlaid import OverlaidBackend
 from dsa.inspection.sources import open_source
 from dsa.inspection.table_view import TableView
-from dsa.manifolds import curvature_from_json
-from dsa.metadata import METADATA_NAME
-from dsa.notices import notify
-from dsa.progress import Progress
-from dsa.table import Table
+from dsa.rules.init import from_json
+from dsa.rules.manifolds import curvature_from_json
+from dsa.state.content import StateContent
+from dsa.state.directories import local_directory
+from dsa.state.metadata import METADATA_NAME
+from dsa.state.progress import Progress
+from dsa.state.table import Table
 
 if TYPE_CHECKING:
     from xarray import DataTree

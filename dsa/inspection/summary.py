@@ -11,12 +11,12 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.content import StateContent, TableContent
 from dsa.inspection.sketch import Sketch, Spread, count_scale, norm_scale
 from dsa.inspection.state_view import StateView, open_state
 from dsa.inspection.table_view import TableView
-from dsa.manifolds import BALL_EPS
+from dsa.rules.manifolds import BALL_EPS
 from dsa.schema import Records
+from dsa.state.content import StateContent, TableContent
 
 __all__ = ["StateSummary", "TableSummary", "summarize", "summarize_table"]
 

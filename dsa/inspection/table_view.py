@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.coalesce import as_rows
-from dsa.content import TableContent
-from dsa.init import Initializer
 from dsa.inspection import arrays, text
 from dsa.inspection.directory import file_sizes
 from dsa.inspection.overlaid import OverlaidBackend
 from dsa.inspection.sources import Source
-from dsa.progress import Progress
+from dsa.rules.init import Initializer
 from dsa.schema import Records, Schema
-from dsa.table import Table, fill_untouched, read_records, read_weights
+from dsa.state.coalesce import as_rows
+from dsa.state.content import TableContent
+from dsa.state.progress import Progress
+from dsa.state.table import Table, fill_untouched, read_records, read_weights
 
 if TYPE_CHECKING:
     from xarray import Dataset
@@ -214,7 +214,7 @@ class TableView:
         yield from self._overlaid.scan(0, self.rows)
 
     def content(self) -> TableContent:
-        """Return the table as `dsa.content` describes what is copied from one place to another."""
+        """Return the table as `dsa.state.content` describes what is copied from one place to another."""
         table = self._current()
         return TableContent(
             table.name,

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.errors import StateCorruptError
-from dsa.journal_format import BODY, Entry, Slot, decode_entry, entry_length
 from dsa.schema import Records, Rows
+from dsa.state.journal_format import BODY, Entry, Slot, decode_entry, entry_length
 
 __all__ = ["Kept", "Tail", "read_entries", "still_counting"]
 

@@ -12,15 +12,19 @@ SparseAdam would lose a small square beside a large v when beta2 is 0.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.checks import all_finite, count_update, is_finite, is_updatable
 from dsa.kernels.compiled import compiled
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
 from dsa.kernels.report import StepReport
 from dsa.schema import Records, Rows
+
+if TYPE_CHECKING:
+    from dsa.rules.conventions import AdamOptions
 
 __all__ = ["adam_step"]
 

@@ -18,8 +18,7 @@ from typing import Any, Final, ParamSpec, TypeVar, cast, final, overload
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 
-from dsa.errors import DSAWarning
-from dsa.notices import notify
+from dsa.errors import DSAWarning, notify
 
 __all__ = ["compiled"]
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.compiled import compiled
+
+if TYPE_CHECKING:
+    from dsa.rules.conventions import AdamOptions
 
 __all__ = ["StepConstants", "corrections", "epsilon", "step_constants"]
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.checks import count_update, is_finite, is_updatable
 from dsa.kernels.compiled import compiled
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
@@ -31,6 +31,9 @@ from dsa.kernels.geodesic import BALL_EPS, Geodesic, gap_of, geodesic, is_long_i
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
 from dsa.kernels.report import StepReport
 from dsa.schema import Records, Rows
+
+if TYPE_CHECKING:
+    from dsa.rules.conventions import AdamOptions
 
 __all__ = ["BALL_EPS", "exp_transport", "riemannian_adam_step", "transport_diagonal"]
 

@@ -12,12 +12,12 @@ import pytest
 from zarr_tables import Mapped, occupied
 
 import dsa.schema
-from dsa import system
+from dsa.backends import system
 from dsa.backends.memmap import MemmapBackend
+from dsa.backends.writer import WriteBehind
 from dsa.errors import DiskSpaceError
 from dsa.schema import Field, Schema, adam_schema
 from dsa.testing import BackendHooks, assert_records_equal, random_records
-from dsa.writer import WriteBehind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="disks are filled by means of Linux")
 

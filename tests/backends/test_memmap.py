@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsa import system
+from dsa.backends import system
 from dsa.backends.memmap import MemmapBackend
 from dsa.errors import StateClosedError, StateCorruptError, StateError, StateMismatchError
 from dsa.schema import Field, Schema, adam_schema

@@ -16,9 +16,9 @@ from zarr_tables import Compressed, Mapped
 
 from dsa.backends.memmap import MemmapBackend
 from dsa.backends.memory import MemoryBackend
+from dsa.backends.writer import WriteBehind
 from dsa.schema import Schema, adam_schema
 from dsa.testing import CASES, BackendConformance, BackendHooks, BackendMachine
-from dsa.writer import WriteBehind
 
 DEADLINE = 60
 MAPPED = Mapped(shard_bytes=1 << 14)

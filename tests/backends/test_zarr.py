@@ -210,7 +210,7 @@ def test_reserve_occupies_everything(path):
 
 
 def test_a_disk_without_room(path, monkeypatch):
-    monkeypatch.setattr(dsa.system, "available_bytes", lambda directory: 1_000)
+    monkeypatch.setattr(dsa.backends.system, "available_bytes", lambda directory: 1_000)
     with pytest.raises(DiskSpaceError, match="bytes are needed"):
         ZarrBackend.create(path, 1_000, SCHEMA)
     assert not any(path.parent.iterdir())

@@ -13,12 +13,12 @@ from zarr_tables import Compressed, damage, decode, files_of, make, occupied
 
 from dsa.backends import compressed_array, settling, zarr_compressed
 from dsa.backends.chunk_cache import ChunkCache
+from dsa.backends.shards.layout import ArrayLayout, ArraySpec
 from dsa.backends.zarr_compressed import CompressedZarrBackend
 from dsa.backends.zarr_group import array_layouts
 from dsa.errors import StateClosedError
 from dsa.kernels.threads import thread_limit
 from dsa.schema import TORN, adam_schema
-from dsa.shards.layout import ArrayLayout, ArraySpec
 from dsa.testing import BackendConformance, assert_records_equal, random_records
 
 SCHEMA = adam_schema(3)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from zarr_tables import HOOKS, files_of, make, open_files, refusal
 
+from dsa.backends.shards.encoding import index_bytes
 from dsa.backends.zarr_group import LABEL_BYTES, array_layouts
 from dsa.errors import StateCorruptError
 from dsa.schema import TORN, Field, Schema, adam_schema
-from dsa.shards.encoding import index_bytes
 from dsa.testing import assert_records_equal
 
 SCHEMA = adam_schema(3)

@@ -13,9 +13,9 @@ import torch
 import zarr
 from zarr_tables import HOOKS, Compressed, Mapped, decode
 
+from dsa.backends.writer import WriteBehind
 from dsa.schema import adam_schema
 from dsa.testing import CASES, assert_records_equal, random_records
-from dsa.writer import WriteBehind
 
 xarray = pytest.importorskip("xarray")
 

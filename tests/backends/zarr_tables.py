@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import zarr
 
+from dsa.backends.shards.encoding import index_bytes, read_index
 from dsa.backends.zarr import ZarrBackend
 from dsa.backends.zarr_compressed import CompressedZarrBackend
 from dsa.backends.zarr_group import array_layouts
 from dsa.errors import StateCorruptError
 from dsa.schema import Schema
-from dsa.shards.encoding import index_bytes, read_index
 from dsa.testing import BackendHooks, random_records
 
 

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from dsa.bench import command
-from dsa.bench.settings import FULL, QUICK, check_room
+from dsa.cli.bench import command
+from dsa.cli.bench.settings import FULL, QUICK, check_room
 
 SMALL = ["--quick", "--rows", "3000", "--dim", "8", "--batch", "16", "200", "--seconds", "0.5"]
 
@@ -44,7 +44,7 @@ def _no_control_groups():
             raise AssertionError("never entered")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsa.bench.limited.control_group", lambda limit: Refused())
+        patch.setattr("dsa.cli.bench.limited.control_group", lambda limit: Refused())
         yield
 
 
@@ -170,7 +170,7 @@ def test_an_unknown_part_is_refused(capsys):
 
 
 def test_a_full_disk_is_told_before_anything_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsa.bench.settings.system.available_bytes", lambda directory: 1000)
+    monkeypatch.setattr("dsa.cli.bench.settings.system.available_bytes", lambda directory: 1000)
     with pytest.raises(
         ValueError, match=r"of disk but only 1,000 are free .*: pass fewer --rows, or another --dir"
     ):
@@ -179,13 +179,13 @@ def test_a_full_disk_is_told_before_anything_is_made(tmp_path, monkeypatch):
 
 
 def test_too_little_memory_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsa.bench.settings.available_memory", lambda: 1000)
+    monkeypatch.setattr("dsa.cli.bench.settings.available_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"of memory, cached files among it, but only 1,000 are available"):
         command.run(parsed("--quick", "--dir", str(tmp_path)))
 
 
 def test_unknown_memory_is_no_reason_to_refuse(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsa.bench.settings.available_memory", lambda: None)
+    monkeypatch.setattr("dsa.cli.bench.settings.available_memory", lambda: None)
     assert check_room(QUICK.with_sizes(directory=tmp_path)) is None
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from dsa.bench.ball_contenders import Geoopt, KernelAlone, load_geoopt, start_in_ball
-from dsa.bench.baselines import Naive, SparseAdam, Touch, naive_bytes, touch_bytes
-from dsa.bench.batches import Batch, UniformBatches, batch_of
-from dsa.bench.ours import Ours
-from dsa.init import Zeros
+from dsa.cli.bench.ball_contenders import Geoopt, KernelAlone, load_geoopt, start_in_ball
+from dsa.cli.bench.baselines import Naive, SparseAdam, Touch, naive_bytes, touch_bytes
+from dsa.cli.bench.batches import Batch, UniformBatches, batch_of
+from dsa.cli.bench.ours import Ours
+from dsa.rules.init import Zeros
 
 ROWS, DIM = 60, 5
 

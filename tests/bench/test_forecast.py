@@ -8,8 +8,8 @@ import pytest
 
 from dsa import backends
 from dsa.backends.memmap import choose_stride, stored_bytes
-from dsa.bench import device, forecast
-from dsa.bench.device import DeviceSpeed, measure_device
+from dsa.cli.bench import device, forecast
+from dsa.cli.bench.device import DeviceSpeed, measure_device
 from dsa.schema import adam_schema
 
 MIB = 1 << 20

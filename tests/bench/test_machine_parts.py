@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa.bench import device, limited, machine
-from dsa.bench.baselines import Naive
-from dsa.bench.batches import UniformBatches, apart_rows, whole_table
-from dsa.bench.cold import cold_group
-from dsa.bench.device import DeviceSpeed, measure_device
-from dsa.bench.ours import Ours
-from dsa.bench.settings import QUICK
-from dsa.init import Zeros
-from dsa.system import PAGE
+from dsa.backends.system import PAGE
+from dsa.cli.bench import device, limited, machine
+from dsa.cli.bench.baselines import Naive
+from dsa.cli.bench.batches import UniformBatches, apart_rows, whole_table
+from dsa.cli.bench.cold import cold_group
+from dsa.cli.bench.device import DeviceSpeed, measure_device
+from dsa.cli.bench.ours import Ours
+from dsa.cli.bench.settings import QUICK
+from dsa.rules.init import Zeros
 
 MIB = 1 << 20
 
@@ -142,7 +142,7 @@ def test_the_whole_table_is_each_row_once():
 
 def test_pages_that_stay_in_memory_are_reported(tmp_path, monkeypatch):
     # as on a file system in memory: dropping has no effect, and nothing is read
-    monkeypatch.setattr("dsa.bench.cold.bytes_read", lambda: 0)
+    monkeypatch.setattr("dsa.cli.bench.cold.bytes_read", lambda: 0)
     rows, dim = 2000, 4
     ours, naive = Ours(tmp_path / "ours", Zeros(rows, dim)), Naive(tmp_path, rows, dim)
     settings = QUICK.with_sizes(rows=rows, dim=dim, batches=(8,), directory=tmp_path)

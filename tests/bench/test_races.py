@@ -5,12 +5,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from dsa.bench import flat
-from dsa.bench.batches import UniformBatches
-from dsa.bench.entry import Entry, Tournament, enter, settle, with_one_thread
-from dsa.bench.results import Duration, Footprint, Group, Line, line_from_times, set_ratio
-from dsa.bench.settings import QUICK
-from dsa.bench.timing import OneThread, alternate
+from dsa.cli.bench import flat
+from dsa.cli.bench.batches import UniformBatches
+from dsa.cli.bench.entry import Entry, Tournament, enter, settle, with_one_thread
+from dsa.cli.bench.results import Duration, Footprint, Group, Line, line_from_times, set_ratio
+from dsa.cli.bench.settings import QUICK
+from dsa.cli.bench.timing import OneThread, alternate
 
 
 class Recorder:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dsa.bench.report import render
-from dsa.bench.results import Duration, Footprint, Group, Results, line_from_times, set_ratio
-from dsa.bench.text import number, size
-from dsa.bench.verdict import goals, losses
+from dsa.cli.bench.report import render
+from dsa.cli.bench.results import Duration, Footprint, Group, Results, line_from_times, set_ratio
+from dsa.cli.bench.text import number, size
+from dsa.cli.bench.verdict import goals, losses
 
 MACHINE = {
     "cpu": "a processor",

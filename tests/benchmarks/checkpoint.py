@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import zarr
 
+from dsa.backends.shards.layout import block_rows
 from dsa.checkpoint import open_checkpoint, write_checkpoint
-from dsa.content import StateContent, TableContent
 from dsa.schema import adam_schema
-from dsa.shards.layout import block_rows
+from dsa.state.content import StateContent, TableContent
 
 FIELDS = ("w", "m", "v", "t", "s")
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends.memmap import MemmapBackend
-from dsa.metadata import table_file_name
+from dsa.state.metadata import table_file_name
 
 EXPONENT = 1.05
 DIM = 16

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import dsa
-import dsa.system
+import dsa.backends.system
 
 __all__ = ["journal_files", "repair", "restarted", "table_files"]
 
@@ -30,7 +30,7 @@ def restarted(times: int = 1) -> Iterator[None]:
     if times == 0:
         yield
         return
-    with mock.patch.object(dsa.system, "boot_identity", return_value=f"run {times} of the machine"):
+    with mock.patch.object(dsa.backends.system, "boot_identity", return_value=f"run {times} of the machine"):
         yield
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import zarr
 
 from dsa.checkpoint import write_checkpoint
-from dsa.content import StateContent, TableContent
-from dsa.init import Normal
+from dsa.rules.init import Normal
 from dsa.schema import adam_schema
+from dsa.state.content import StateContent, TableContent
 
 export = functools.partial(write_checkpoint, durable=False)
 """Most tests don't wait for the disk."""

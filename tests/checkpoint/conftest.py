@@ -18,7 +18,7 @@ def small_blocks(monkeypatch):
     from checkpoint_samples import SMALL_LAYOUT
 
     for name, value in SMALL_LAYOUT.items():
-        monkeypatch.setattr(f"dsa.shards.layout.{name}", value)
+        monkeypatch.setattr(f"dsa.backends.shards.layout.{name}", value)
 
 
 @pytest.fixture(scope="session")

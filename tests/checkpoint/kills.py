@@ -23,7 +23,7 @@ sys.path[:0] = sys.argv[1:3]
 import checkpoint_samples
 from checkpoint_samples import SMALL_LAYOUT, export, killed_contents
 from dsa.checkpoint import exchange
-from dsa.shards import layout
+from dsa.backends.shards import layout
 
 vars(layout).update(SMALL_LAYOUT)
 contents = killed_contents()
@@ -107,7 +107,7 @@ def main():
     options = parser.parse_args()
     from checkpoint_samples import SMALL_LAYOUT
 
-    from dsa.shards import layout
+    from dsa.backends.shards import layout
 
     vars(layout).update(SMALL_LAYOUT)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,9 +12,9 @@ from checkpoint_samples import assert_same, export, sample_content, sample_table
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.checkpoint import copy_checkpoint, flatten_checkpoint, open_checkpoint
 from dsa.checkpoint.places import find_place
-from dsa.coalesce import as_gradient
-from dsa.content import StateContent
 from dsa.errors import CheckpointCorruptError, CheckpointError, GradientError
+from dsa.state.coalesce import as_gradient
+from dsa.state.content import StateContent
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

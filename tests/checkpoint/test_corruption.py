@@ -18,7 +18,6 @@ from checkpoint_samples import (
 
 from dsa.checkpoint import open_checkpoint
 from dsa.checkpoint.digests import content_root
-from dsa.content import StateContent
 from dsa.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -26,6 +25,7 @@ from dsa.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from dsa.state.content import StateContent
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -389,8 +389,8 @@ def test_an_array_of_consistent_but_impossible_size_is_refused(tmp_path, monkeyp
             shape = [rows, *document["shape"][1:]]
             document.update(shape=shape)
             check = document["attributes"]["dsa_checksum"]
+            from dsa.backends.shards.layout import ArraySpec, block_rows
             from dsa.checkpoint.digests import root_digest
-            from dsa.shards.layout import ArraySpec, block_rows
 
             spec = ArraySpec(name, check["dtype"], rows, shape[1] if len(shape) > 1 else None)
             blocks = ["0" * 64] * -(-rows // block_rows(rows, spec.row_bytes))
@@ -480,7 +480,7 @@ def test_a_copy_inside_is_found(checkpoint, tmp_path):
 
 def test_the_state_file_has_the_name_that_it_has():
     from dsa.checkpoint.occupied import STATE_FILE
-    from dsa.metadata import METADATA_NAME
+    from dsa.state.metadata import METADATA_NAME
 
     assert STATE_FILE == METADATA_NAME
 

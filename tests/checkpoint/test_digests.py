@@ -13,11 +13,11 @@ from checkpoint_samples import assert_same, export, read_all, sample_content, sa
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsa.backends.shards.layout import ArraySpec, block_rows
 from dsa.checkpoint import open_checkpoint
 from dsa.checkpoint.digests import ALGORITHMS, RowHasher, content_root, root_digest, zeros_digest
 from dsa.checkpoint.names import group_names, is_group_name, name_from_json, name_to_json
-from dsa.content import StateContent
-from dsa.shards.layout import ArraySpec, block_rows
+from dsa.state.content import StateContent
 
 REWRITES = {
     "one chunk": {"chunks": (301,)},
@@ -113,8 +113,8 @@ def test_the_digests_of_known_arrays_never_change():
 )
 def test_pieces_of_any_size_give_the_same_digests(rows, columns, cuts, algorithm):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsa.shards.layout.SHARD_BYTES", 512)
-        patch.setattr("dsa.shards.layout._MOST_SHARDS", 8)
+        patch.setattr("dsa.backends.shards.layout.SHARD_BYTES", 512)
+        patch.setattr("dsa.backends.shards.layout._MOST_SHARDS", 8)
         spec = ArraySpec("x", "<i4", rows, columns)
         values = np.arange(rows * (columns or 1), dtype="<i4").reshape(spec.shape)
         step = block_rows(rows, spec.row_bytes)

@@ -17,11 +17,11 @@ from checkpoint_samples import (
     verify_with_zarr,
 )
 
+from dsa.backends.shards.layout import ArraySpec, plan_layout
 from dsa.checkpoint import open_checkpoint
 from dsa.checkpoint.manifest import array_specs
-from dsa.content import StateContent
 from dsa.schema import Field, Schema, adam_schema
-from dsa.shards.layout import ArraySpec, plan_layout
+from dsa.state.content import StateContent
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -159,7 +159,7 @@ def test_rows_of_zeros_have_no_files_and_are_declared(tmp_path):
 
 
 def test_zeros_inside_a_shard_are_holes(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsa.shards.layout.SHARD_BYTES", 16 << 20)
+    monkeypatch.setattr("dsa.backends.shards.layout.SHARD_BYTES", 16 << 20)
     schema, records = sample_records(200_000, 16, touched=0.0)
     records["m"][150_000] = 1.0
     path = tmp_path / "k"

@@ -7,8 +7,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dsa import cli
 from dsa.checkpoint import copy_checkpoint, open_checkpoint
-from dsa.content import StateContent
 from dsa.errors import CheckpointExistsError
+from dsa.state.content import StateContent
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

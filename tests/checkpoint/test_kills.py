@@ -37,7 +37,7 @@ AT = """
 import os, signal
 import checkpoint_samples
 from dsa.checkpoint import local
-from dsa.shards import layout
+from dsa.backends.shards import layout
 vars(layout).update(checkpoint_samples.SMALL_LAYOUT)
 old, new = reversed(checkpoint_samples.killed_contents())
 path, moment = sys.argv[3:]
@@ -93,7 +93,7 @@ import threading, time
 import numpy as np
 import dsa.checkpoint
 from dsa.checkpoint import open_checkpoint, write_checkpoint
-from dsa.content import StateContent, TableContent
+from dsa.state.content import StateContent, TableContent
 from dsa.schema import adam_schema
 
 def resident():

@@ -14,7 +14,6 @@ import pytest
 from checkpoint_samples import assert_same, export, files_of, read_all, sample_content, sample_table
 
 from dsa.checkpoint import exchange, local, open_checkpoint, write_checkpoint
-from dsa.content import StateContent, TableContent
 from dsa.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -22,6 +21,7 @@ from dsa.errors import (
     DiskSpaceError,
     StateWarning,
 )
+from dsa.state.content import StateContent, TableContent
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -407,7 +407,7 @@ def test_c33_a_limit_on_the_size_of_files(tmp_path):
     script = """
         import errno, resource
         from checkpoint_samples import export, sample_table
-        from dsa.content import StateContent
+        from dsa.state.content import StateContent
         content = StateContent((sample_table(rows=40_000, dim=8),))
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
         try:

@@ -18,7 +18,6 @@ from fsspec.generic import rsync
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dsa.checkpoint import copy_checkpoint, open_checkpoint, write_checkpoint
-from dsa.content import StateContent, TableContent
 from dsa.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -26,6 +25,7 @@ from dsa.errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
 )
+from dsa.state.content import StateContent, TableContent
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -321,7 +321,7 @@ def test_a_copy_replaces_only_what_it_may(tmp_path, memory):
 
 
 def test_a_copy_keeps_holes_and_leaves_foreign_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsa.shards.layout.SHARD_BYTES", 8 << 20)
+    monkeypatch.setattr("dsa.backends.shards.layout.SHARD_BYTES", 8 << 20)
     table = sample_table(rows=100_000, dim=16, touched=0.0, block=50_000)
     records = read_all(table)
     records["m"][0] = 1

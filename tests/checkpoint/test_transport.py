@@ -11,7 +11,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 import dsa
 from dsa.checkpoint import copy_checkpoint, open_checkpoint
 from dsa.checkpoint.places import find_place
-from dsa.content import StateContent
 from dsa.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -20,6 +19,7 @@ from dsa.errors import (
     CheckpointReadError,
     CheckpointWriteError,
 )
+from dsa.state.content import StateContent
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

@@ -24,10 +24,10 @@ from faults import watch
 from tables import BACKENDS, stored_tables
 
 from dsa import DiskEmbedding, DiskEmbeddingBag, DiskSparseAdam, DiskSparseRiemannianAdam, init
-from dsa.arguments import table_spec
-from dsa.creation import add_table
 from dsa.errors import CheckpointMismatchError, StateClosedError
-from dsa.state import StateDirectory
+from dsa.optimizers.arguments import table_spec
+from dsa.state.creation import add_table
+from dsa.state.state_directory import StateDirectory
 
 __all__ = ["Call", "Configuration", "Opened", "Shape"]
 

@@ -22,24 +22,24 @@ from unittest import mock
 import numpy as np
 
 import dsa.backends.memmap
-import dsa.creation
-import dsa.journal
-import dsa.metadata
-import dsa.recovery
-import dsa.replacement
-import dsa.update
+import dsa.optimizers.update
+import dsa.state.creation
+import dsa.state.journal
+import dsa.state.metadata
+import dsa.state.recovery
+import dsa.state.replacement
 from dsa.backends.memmap import MemmapBackend
+from dsa.backends.writer import WriteBehind
 from dsa.backends.zarr import ZarrBackend
 from dsa.backends.zarr_compressed import CompressedZarrBackend
-from dsa.journal import Journal
-from dsa.journal_format import layout_of
 from dsa.kernels.report import merge_reports
-from dsa.state import StateDirectory
-from dsa.writer import WriteBehind
+from dsa.state.journal import Journal
+from dsa.state.journal_format import layout_of
+from dsa.state.state_directory import StateDirectory
 
 _BACKENDS = (MemmapBackend, ZarrBackend, CompressedZarrBackend)
 
-PACKAGE = str(Path(dsa.journal.__file__).parent) + os.sep
+PACKAGE = str(Path(dsa.state.journal.__file__).parent) + os.sep
 
 POINTS = frozenset(
     f"{what} {where}"
@@ -233,7 +233,7 @@ def _kernel(function):
     return wrapper
 
 
-def _encode(memory, base, sequence, note, parts, *, _encode_entry=dsa.journal.encode_entry):
+def _encode(memory, base, sequence, note, parts, *, _encode_entry=dsa.state.journal.encode_entry):
     layout = layout_of(len(note), [(len(part.rows), part.records.dtype.itemsize) for part in parts])
     scratch = bytearray(base + layout.length)
     _encode_entry(scratch, base, sequence, note, parts)
@@ -250,7 +250,7 @@ def _encode(memory, base, sequence, note, parts, *, _encode_entry=dsa.journal.en
     passing("entry ends")
 
 
-def _slot(memory, at, slot, *, _write_slot=dsa.journal.write_slot):
+def _slot(memory, at, slot, *, _write_slot=dsa.state.journal.write_slot):
     scratch = bytearray(at + 512)
     _write_slot(scratch, at, slot)
     passing("slot begins")
@@ -264,7 +264,7 @@ def _copy(source: bytearray, memory, start: int, stop: int) -> None:
     memory[start:stop] = bytes(source[start:stop])
 
 
-def _describe(path, data, held=None, *, _write_atomically=dsa.metadata.write_atomically):
+def _describe(path, data, held=None, *, _write_atomically=dsa.state.metadata.write_atomically):
     passing("description begins")
     path.with_name(f"{path.name}.tmp").write_bytes(data[: len(data) // 2])
     passing("description half")
@@ -280,20 +280,24 @@ def points() -> Iterator[None]:
         for owner, attribute, replacement in (
             *((each, "read", _gathering(each)) for each in _BACKENDS),
             *((each, "write", _scattering(each)) for each in _BACKENDS),
-            (dsa.journal, "encode_entry", _encode),
-            (dsa.journal, "write_slot", _slot),
-            (dsa.metadata, "write_atomically", _describe),
-            (dsa.update, "adam_step", _kernel(dsa.update.adam_step)),
-            (dsa.update, "riemannian_adam_step", _kernel(dsa.update.riemannian_adam_step)),
+            (dsa.state.journal, "encode_entry", _encode),
+            (dsa.state.journal, "write_slot", _slot),
+            (dsa.state.metadata, "write_atomically", _describe),
+            (dsa.optimizers.update, "adam_step", _kernel(dsa.optimizers.update.adam_step)),
+            (
+                dsa.optimizers.update,
+                "riemannian_adam_step",
+                _kernel(dsa.optimizers.update.riemannian_adam_step),
+            ),
             (Journal, "create", _around_class(Journal, "create", "journal create")),
             (Journal, "open", _around_class(Journal, "open", "journal open")),
         ):
             stack.enter_context(patch(owner, attribute, replacement))
         for owner, attribute, name in (
-            (dsa.recovery, "_apply", "replay"),
-            *((module, "make_table", "table made") for module in (dsa.recovery, dsa.replacement)),
-            (dsa.creation, "make_table", "table made"),
-            *((module, "begin_life", "life") for module in (dsa.creation, dsa.replacement)),
+            (dsa.state.recovery, "_apply", "replay"),
+            *((module, "make_table", "table made") for module in (dsa.state.recovery, dsa.state.replacement)),
+            (dsa.state.creation, "make_table", "table made"),
+            *((module, "begin_life", "life") for module in (dsa.state.creation, dsa.state.replacement)),
             (StateDirectory, "adopt", "takeover"),
             (Journal, "begin", "journal begin"),
             (Journal, "commit", "journal commit"),
@@ -305,8 +309,8 @@ def points() -> Iterator[None]:
             (StateDirectory, "settle", "settle"),
             (StateDirectory, "close", "close"),
             (WriteBehind, "_write_oldest", "queue write"),
-            (dsa.system, "reserve", "reserve"),
-            (dsa.system, "extend", "extend"),
+            (dsa.backends.system, "reserve", "reserve"),
+            (dsa.backends.system, "extend", "extend"),
             (os, "fsync", "sync"),
             (os, "fdatasync", "sync"),
             (os, "replace", "rename"),

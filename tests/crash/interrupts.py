@@ -29,7 +29,7 @@ from harness import Child, Figures, Report, messages
 from standings import Standing, stand
 
 from dsa import DiskEmbedding, DiskSparseAdam, DiskSparseRiemannianAdam, init
-from dsa.state import StateDirectory
+from dsa.state.state_directory import StateDirectory
 
 __all__ = ["Setting", "Signals", "drop_pages", "interrupt_for_real"]
 

@@ -22,10 +22,10 @@ from harness import Figures
 from power import Device, Image, after_outage, die_in_place
 from tables import BACKENDS
 
-import dsa.metadata
+import dsa.state.metadata
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.errors import CorruptRowError, StateIncompleteError, StateNotFoundError, StateWarning
-from dsa.table import implausible_rows
+from dsa.state.table import implausible_rows
 
 __all__ = ["CASES", "lose_power_unpromised"]
 
@@ -184,17 +184,17 @@ class _at_each_description:
         self._take = take
 
     def __enter__(self) -> None:
-        self._before = dsa.metadata.write_atomically
+        self._before = dsa.state.metadata.write_atomically
 
         def wrapper(*arguments: object) -> None:
             self._take()
             self._before(*arguments)
             self._take()
 
-        dsa.metadata.write_atomically = wrapper
+        dsa.state.metadata.write_atomically = wrapper
 
     def __exit__(self, *error: object) -> None:
-        dsa.metadata.write_atomically = self._before
+        dsa.state.metadata.write_atomically = self._before
 
 
 class Moment(NamedTuple):

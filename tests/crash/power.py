@@ -30,18 +30,18 @@ from unittest import mock
 
 import numpy as np
 
+import dsa.backends.system
 import dsa.backends.zarr
 import dsa.backends.zarr_compressed
-import dsa.holding
-import dsa.journal
-import dsa.recovery
-import dsa.state
-import dsa.system
+import dsa.state.holding
+import dsa.state.journal
+import dsa.state.recovery
+import dsa.state.state_directory
 from dsa.backends.mapped_array import MappedArray
 from dsa.backends.memmap import MemmapBackend
-from dsa.metadata import METADATA_NAME
-from dsa.state import StateDirectory
-from dsa.system import PAGE
+from dsa.backends.system import PAGE
+from dsa.state.metadata import METADATA_NAME
+from dsa.state.state_directory import StateDirectory
 
 __all__ = ["Device", "Image", "after_outage", "die_in_place"]
 
@@ -101,7 +101,7 @@ def die_in_place(state: StateDirectory) -> None:
     names = ("sync_file", "sync_mapping", "sync_mapped", "sync_directory")
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(mock.patch.object(dsa.system, name))
+            stack.enter_context(mock.patch.object(dsa.backends.system, name))
         stack.enter_context(mock.patch.object(dsa.backends.zarr, "sync_tree"))
         stack.enter_context(mock.patch.object(dsa.backends.zarr_compressed, "sync_tree"))
         state.abandon()
@@ -116,14 +116,14 @@ def after_outage() -> Iterator[None]:
     """Let drawn files have the numbers of those they stand for, in another run of the operating system."""
 
     def numbers(directory: Path, names: Iterable[str]) -> dict[str, int]:
-        found = dsa.holding.file_numbers(directory, names)
+        found = dsa.state.holding.file_numbers(directory, names)
         return {name: _NUMBERS.get(number, number) for name, number in found.items()}
 
     boot = f"run {next(_RUNS)} of the system"
     with (
-        mock.patch.object(dsa.recovery, "file_numbers", numbers),
-        mock.patch.object(dsa.state, "file_numbers", numbers),
-        mock.patch.object(dsa.system, "boot_identity", return_value=boot),
+        mock.patch.object(dsa.state.recovery, "file_numbers", numbers),
+        mock.patch.object(dsa.state.state_directory, "file_numbers", numbers),
+        mock.patch.object(dsa.backends.system, "boot_identity", return_value=boot),
     ):
         yield
 
@@ -165,8 +165,8 @@ class Device:
         with (
             patch(os, "fsync", self._syncing(os.fsync)),
             patch(os, "fdatasync", self._syncing(os.fdatasync)),
-            patch(dsa.journal, "mmap", _NotingMmap(self)),
-            patch(dsa.journal, "view", self._viewing(dsa.journal.view)),
+            patch(dsa.state.journal, "mmap", _NotingMmap(self)),
+            patch(dsa.state.journal, "view", self._viewing(dsa.state.journal.view)),
             patch(MemmapBackend, "write", self._writing(MemmapBackend.write)),
             patch(MappedArray, "scatter", self._scattering(MappedArray.scatter)),
         ):

@@ -23,7 +23,7 @@ import dsa.backends.memmap
 import dsa.backends.zarr
 import dsa.backends.zarr_compressed
 from dsa import DiskSparseRiemannianAdam
-from dsa.journal import Journal
+from dsa.state.journal import Journal
 
 __all__ = ["Reference", "Snapshot", "WrongState", "counts_of", "locate", "records_of", "tuned", "workspace"]
 

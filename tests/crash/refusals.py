@@ -19,8 +19,8 @@ from unittest import mock
 from faults import PACKAGE
 
 import dsa.backends.memmap
-import dsa.journal
-import dsa.system
+import dsa.backends.system
+import dsa.state.journal
 
 __all__ = ["FileLayer", "trace_calls"]
 
@@ -47,8 +47,8 @@ class FileLayer:
             for name in _OPERATIONS:
                 stack.enter_context(mock.patch.object(os, name, self._operation(name, getattr(os, name))))
             opening = self._operation("open file", builtins.open)
-            stack.enter_context(mock.patch.object(dsa.system, "open", opening, create=True))
-            for module in (dsa.journal, dsa.backends.memmap):
+            stack.enter_context(mock.patch.object(dsa.backends.system, "open", opening, create=True))
+            for module in (dsa.state.journal, dsa.backends.memmap):
                 stack.enter_context(
                     mock.patch.object(module.mmap, "mmap", self._operation("map", module.mmap.mmap))
                 )

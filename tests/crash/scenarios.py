@@ -15,8 +15,8 @@ import numpy as np
 from tables import BACKENDS, stored_tables
 
 from dsa import DiskSparseRiemannianAdam, init
-from dsa.arguments import table_spec
-from dsa.creation import add_table
+from dsa.optimizers.arguments import table_spec
+from dsa.state.creation import add_table
 
 __all__ = ["CHANGING", "ENDURING", "ROWS", "STEPPING", "Op", "Scenario", "over", "steps"]
 

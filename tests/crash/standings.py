@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dsa.checkpoint import open_content
-from dsa.state import StateDirectory
-from dsa.table import read_records
+from dsa.state.state_directory import StateDirectory
+from dsa.state.table import read_records
 
 __all__ = ["Standing", "stand", "stand_exported", "stand_to_export"]
 

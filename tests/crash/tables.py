@@ -9,11 +9,11 @@ import numpy as np
 from numcodecs.zstd import Zstd
 
 from dsa.backends import Memmap, Zarr
-from dsa.metadata import read_metadata, table_file_name
+from dsa.backends.system import PAGE
 from dsa.schema import Schema
-from dsa.storage import Storage
-from dsa.system import PAGE
-from dsa.table_files import open_backend
+from dsa.state.metadata import read_metadata, table_file_name
+from dsa.state.storage import Storage
+from dsa.state.table_files import open_backend
 
 __all__ = ["BACKENDS", "change_records", "records_in", "stored_tables"]
 

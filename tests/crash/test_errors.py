@@ -21,10 +21,10 @@ from refusals import FileLayer
 from scenarios import ENDURING, STEPPING
 
 import dsa.backends.memmap
-import dsa.journal
+import dsa.state.journal
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.errors import DiskSpaceError, StateClosedError, StateFailedError
-from dsa.metadata import METADATA_NAME
+from dsa.state.metadata import METADATA_NAME
 
 # An interrupt between `open` and the `with` that closes the file leaves that to the collector.
 files_left_to_the_collector = pytest.mark.filterwarnings(
@@ -211,9 +211,9 @@ def small_disk(tmp_path):
 
 
 def start_journals_with(monkeypatch, size):
-    create = dsa.journal.Journal.create.__func__
+    create = dsa.state.journal.Journal.create.__func__
     monkeypatch.setattr(
-        dsa.journal.Journal,
+        dsa.state.journal.Journal,
         "create",
         classmethod(lambda cls, path, identity, capacity, *more: create(cls, path, identity, size, *more)),
     )
@@ -280,7 +280,7 @@ def test_c37_a_file_system_without_shared_mappings(tmp_path, monkeypatch, code):
     def refuse_mapping(*arguments, **options):
         raise OSError(code, os.strerror(code))
 
-    for module in (dsa.journal, dsa.backends.memmap):
+    for module in (dsa.state.journal, dsa.backends.memmap):
         monkeypatch.setattr(module.mmap, "mmap", refuse_mapping)
     with pytest.raises(OSError, match=f"{tmp_path}.*can't be mapped into memory.*use a local disk") as caught:
         DiskSparseRiemannianAdam({"left": init.Zeros(3, 2)}, disk_dir=tmp_path / "state")

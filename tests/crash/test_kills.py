@@ -84,7 +84,7 @@ def test_without_a_journal_the_harness_finds_torn_steps(space):
 
 def test_a_forgotten_commit_is_found(space, monkeypatch):
     """Nor may a step be lost that had returned: here commits do nothing until the state is closed."""
-    from dsa.journal import Journal
+    from dsa.state.journal import Journal
 
     figures = Figures()
     scenario = replace(STEPPING[0], name="forgetful", ops=steps(0, 20))

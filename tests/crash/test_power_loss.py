@@ -137,10 +137,10 @@ def test_a_killed_state_that_is_opened_again_with_power(space, before):
 
 def test_without_syncs_the_model_finds_lost_steps(space, monkeypatch):
     """What the figures above are worth: a journal that does not wait for the device must be noticed."""
-    import dsa.system
+    import dsa.backends.system
 
     with prepared(space / "unsynced", POWER[1]) as (reference, directory):
-        monkeypatch.setattr(dsa.system, "sync_mapping", lambda mapping, descriptor: None)
+        monkeypatch.setattr(dsa.backends.system, "sync_mapping", lambda mapping, descriptor: None)
         figures = lose_power(reference, directory, random.Random(1), losses=10, draws=4)
     assert sum(figures.failures.values()) > 0
 

@@ -16,8 +16,8 @@ from outages import CASES, lose_power_unpromised
 from wild import Wild, kill_configurations, prepared_wild
 
 import dsa.backends.memmap
-import dsa.recovery
-from dsa.journal import Journal
+import dsa.state.recovery
+from dsa.state.journal import Journal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are forks, and files are in /proc")
 
@@ -72,7 +72,7 @@ def test_losses_of_power_that_nobody_promised_to_survive(space, backend, queued)
 
 
 def test_what_is_not_told_is_found(space, monkeypatch):
-    monkeypatch.setattr(dsa.recovery, "notify", lambda *arguments: None)
+    monkeypatch.setattr(dsa.state.recovery, "notify", lambda *arguments: None)
     figures = lose_power_unpromised(space, 1, 20, cases=["never flushed"])
     assert figures.failures["silent"] > 0
 

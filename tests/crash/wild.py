@@ -29,7 +29,7 @@ from references import WrongState, tuned
 from standings import Standing, stand, stand_exported, stand_to_export
 
 from dsa.errors import StateExistsError, StateIncompleteError, StateNotFoundError, StateWarning
-from dsa.state import StateDirectory
+from dsa.state.state_directory import StateDirectory
 
 __all__ = ["Wild", "kill_configurations", "prepared_wild"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dsa.demo.closure import transitive_closure
-from dsa.demo.graph import build_graph, parse_edges
+from dsa.cli.demo.closure import transitive_closure
+from dsa.cli.demo.graph import build_graph, parse_edges
 
 
 @pytest.fixture(scope="session")

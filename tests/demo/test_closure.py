@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from dsa.demo.closure import transitive_closure
-from dsa.demo.graph import EdgeList, parse_edges
+from dsa.cli.demo.closure import transitive_closure
+from dsa.cli.demo.graph import EdgeList, parse_edges
 from dsa.errors import GraphError
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import dsa
 from dsa import cli
-from dsa.demo import picture
+from dsa.cli.demo import picture
 
 ROOT = Path(dsa.__file__).parents[1]
 QUICK = ["--dim", "2", "--epochs", "6", "--batch-size", "16", "--pool", "20"]

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from dsa.demo.directory import Run, forget_run, load_run, require_fresh, save_run, state_path
-from dsa.demo.settings import default_settings
+from dsa.cli.demo.directory import Run, forget_run, load_run, require_fresh, save_run, state_path
+from dsa.cli.demo.settings import default_settings
 from dsa.errors import StateCorruptError, StateExistsError, StateMismatchError, StateNotFoundError
 
 

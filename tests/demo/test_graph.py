@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dsa.demo.graph import build_graph, parse_edges, read_edges, read_mammals
+from dsa.cli.demo.graph import build_graph, parse_edges, read_edges, read_mammals
 from dsa.errors import GraphError
 
 

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from dsa.demo.interrupt import Interrupt
+from dsa.cli.demo.interrupt import Interrupt
 
 
 def test_the_first_ctrl_c_is_a_request_and_the_second_is_not():

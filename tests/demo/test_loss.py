@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsa.demo.loss import softmax_loss
+from dsa.cli.demo.loss import softmax_loss
 
 
 def distance(x, y, k):

@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from dsa.demo.graph import EdgeList, build_graph
-from dsa.demo.metrics import reconstruction, sample_nodes
+from dsa.cli.demo.graph import EdgeList, build_graph
+from dsa.cli.demo.metrics import reconstruction, sample_nodes
 
 
 def random_graph(seed, nodes=25):

@@ -4,8 +4,8 @@ import sys
 import numpy as np
 import pytest
 
-from dsa.demo import picture
-from dsa.demo.graph import EdgeList, build_graph, parse_edges, read_mammals
+from dsa.cli.demo import picture
+from dsa.cli.demo.graph import EdgeList, build_graph, parse_edges, read_mammals
 
 
 def disk_points(count, seed=0):

@@ -1,6 +1,6 @@
 import sys
 
-from dsa.demo.progress import Progress
+from dsa.cli.demo.progress import Progress
 
 
 def watch(epochs, per_epoch, done=0):

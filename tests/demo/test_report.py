@@ -4,8 +4,8 @@ import os
 import numpy as np
 import pytest
 
-from dsa.demo import resources
-from dsa.demo.report import Report, format_report
+from dsa.cli.demo import resources
+from dsa.cli.demo.report import Report, format_report
 
 REPORT = Report(
     nodes=1182,

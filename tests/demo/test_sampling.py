@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from dsa.demo.graph import EdgeList, build_graph, parse_edges
-from dsa.demo.sampling import Sampler
-from dsa.demo.settings import default_settings
+from dsa.cli.demo.graph import EdgeList, build_graph, parse_edges
+from dsa.cli.demo.sampling import Sampler
+from dsa.cli.demo.settings import default_settings
 
 
 @pytest.fixture(scope="module")

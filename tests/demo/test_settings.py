@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from dsa.demo.settings import Settings, default_settings
+from dsa.cli.demo.settings import Settings, default_settings
 from dsa.errors import StateCorruptError
 
 

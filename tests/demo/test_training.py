@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from dsa.demo.directory import Run, load_run, save_run
-from dsa.demo.graph import build_graph, read_mammals
-from dsa.demo.metrics import reconstruction
-from dsa.demo.settings import default_settings
-from dsa.demo.training import open_table, read_positions, train
+from dsa.cli.demo.directory import Run, load_run, save_run
+from dsa.cli.demo.graph import build_graph, read_mammals
+from dsa.cli.demo.metrics import reconstruction
+from dsa.cli.demo.settings import default_settings
+from dsa.cli.demo.training import open_table, read_positions, train
 
 MODES = ["row", "frame", "coordinate"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsa import DiskSparseAdam, DiskSparseRiemannianAdam, init, memory
-from dsa.resident import ParameterWeights
+from dsa.optimizers.resident import ParameterWeights
 
 ROWS, DIM = 3_000, 4
 

@@ -129,7 +129,7 @@ def test_a_step_that_fails_half_way_is_no_step(make, monkeypatch):
     (disk(torch.tensor([1])).sum() + plain(torch.tensor([1])).sum()).backward()
     before, stored = plain.weight.detach().clone(), make.records(disk, 6, 2).tobytes()
     with monkeypatch.context() as patch:
-        patch.setattr("dsa.stepping.compute_update", _interrupt)
+        patch.setattr("dsa.optimizers.stepping.compute_update", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert torch.equal(plain.weight, before)

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 from dsa import DiskSparseRiemannianAdam, init
-from dsa.metadata import METADATA_NAME, read_metadata
+from dsa.state.metadata import METADATA_NAME, read_metadata
 
 TABLES = {"entity": init.Normal(300, 4, std=0.1, seed=1), "flat": init.Zeros(40, 3)}
 CURVATURES = {"entity": 1.0, "flat": 0.0}

@@ -18,8 +18,8 @@ from dsa import DiskSparseRiemannianAdam, init, verify
 from dsa.backends import MemmapBackend, Zarr
 from dsa.errors import StateClosedError
 from dsa.inspection import open_state, state_view, summarize
-from dsa.metadata import METADATA_NAME
 from dsa.schema import TORN
+from dsa.state.metadata import METADATA_NAME
 
 TRAINER = """
 import sys

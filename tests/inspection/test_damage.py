@@ -14,7 +14,7 @@ from dsa.errors import (
     StateNotFoundError,
 )
 from dsa.inspection import open_state
-from dsa.metadata import METADATA_NAME, Metadata, table_file_name, write_metadata
+from dsa.state.metadata import METADATA_NAME, Metadata, table_file_name, write_metadata
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "legacy"
 

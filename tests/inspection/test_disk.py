@@ -9,9 +9,9 @@ from small_states import build, train
 
 from dsa import init, plots
 from dsa.inspection import open_state
-from dsa.manifolds import PoincareBall
-from dsa.plots import disk
-from dsa.plots.style import COLOURS, GREY
+from dsa.inspection.plots import disk
+from dsa.inspection.plots.style import COLOURS, GREY
+from dsa.rules.manifolds import PoincareBall
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from dsa.backends import CompressedZarrBackend, MemoryBackend, Zarr
 from dsa.errors import CorruptRowError, StateCorruptError
 from dsa.inspection import open_state, summarize
 from dsa.inspection.sources import OPENERS, Source, open_source
-from dsa.metadata import METADATA_NAME
+from dsa.state.metadata import METADATA_NAME
 
 
 @pytest.fixture

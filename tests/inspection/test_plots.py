@@ -13,7 +13,7 @@ from small_states import build, train
 
 from dsa import DiskSparseRiemannianAdam, init, plots
 from dsa.inspection import open_state, summarize
-from dsa.plots.sampling import touched_rows
+from dsa.inspection.plots.sampling import touched_rows
 
 RANDOM = np.random.default_rng(0)
 

@@ -8,11 +8,11 @@ import pytest
 from small_states import build, train
 
 from dsa import init
-from dsa.content import StateContent, TableContent
 from dsa.inspection import summarize
 from dsa.inspection.render import histogram_lines, print_summary, render
 from dsa.inspection.sketch import Histogram
 from dsa.schema import adam_schema
+from dsa.state.content import StateContent, TableContent
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from small_states import TABLES, build, content, train
 
 from dsa import init
-from dsa.content import StateContent, TableContent
 from dsa.errors import StateNotFoundError
 from dsa.inspection import open_state, summarize, summarize_table
-from dsa.manifolds import BALL_EPS, PoincareBall
+from dsa.rules.manifolds import BALL_EPS, PoincareBall
 from dsa.schema import Field, Schema, adam_schema
+from dsa.state.content import StateContent, TableContent
 
 HURTS = np.array(
     [0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 1, 0x80000000, 0x80000001, 0x3F800000, 0],

@@ -11,7 +11,7 @@ from dsa import DiskSparseAdam, DiskSparseRiemannianAdam, init
 from dsa.backends import Memmap, Zarr
 from dsa.errors import CorruptRowError, RowIndexError, RowTypeError, StateClosedError
 from dsa.inspection import open_state
-from dsa.metadata import table_file_name
+from dsa.state.metadata import table_file_name
 
 
 def test_what_a_view_says_of_a_state(path):
@@ -193,7 +193,9 @@ def test_nothing_is_written(path):
 
 
 def test_closing(path, monkeypatch):
-    monkeypatch.setattr("dsa.system.sync_mapping", lambda *_: pytest.fail("a reader waits for no disk"))
+    monkeypatch.setattr(
+        "dsa.backends.system.sync_mapping", lambda *_: pytest.fail("a reader waits for no disk")
+    )
     state = open_state(path)
     entity, weights = state["entity"], state["entity"]["w"]
     expected = weights.copy()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import mpmath
 import numpy as np
 
-from dsa.conventions import AdamOptions
+from dsa.rules.conventions import AdamOptions
 
 Row = np.ndarray
 Number = Any  # a float or a 120-digit number; both know + - * /

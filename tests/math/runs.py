@@ -6,7 +6,7 @@ import numpy as np
 from sampling import at_radius
 
 from dsa.kernels.poincare import exp_transport, transport_diagonal
-from dsa.manifolds import PoincareBall
+from dsa.rules.manifolds import PoincareBall
 
 BETA1, BETA2 = 0.9, 0.999
 

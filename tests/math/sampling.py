@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dsa.conventions import AdamOptions
+from dsa.rules.conventions import AdamOptions
 from dsa.schema import adam_schema
 
 ULP32 = float(np.finfo(np.float32).eps)

@@ -7,8 +7,8 @@ import pytest
 from oracles import adam_row
 from sampling import fresh_records, hand_options, off_by_ulps, used_records
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.adam import adam_step
+from dsa.rules.conventions import AdamOptions
 
 DIALECTS = {
     "paper": {},

@@ -11,8 +11,8 @@ import pytest
 import torch
 from sampling import ULP32, fresh_records
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.adam import adam_step
+from dsa.rules.conventions import AdamOptions
 
 SPARSE = {"eps_placement": "uncorrected", "bias_correction": "parameter"}
 DENSE = {"eps_placement": "corrected"}

@@ -8,8 +8,8 @@ from ball_records import MODES, batch, oracle_rows, oracle_states
 from oracles import BALL_EPS, distance, exact, rounded
 from sampling import ULP32, at_radius, fresh_records, hand_options, off_by_ulps
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.poincare import riemannian_adam_step
+from dsa.rules.conventions import AdamOptions
 
 
 @pytest.mark.parametrize("k", [1.0, 0.01, 100.0])

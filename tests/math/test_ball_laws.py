@@ -26,7 +26,7 @@ from tangents import (
 )
 
 from dsa.kernels.poincare import exp_transport, transport_diagonal
-from dsa.manifolds import BALL_EPS, PoincareBall
+from dsa.rules.manifolds import BALL_EPS, PoincareBall
 
 # --- isometry ---------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sampling import at_radius, fresh_records, off_by_ulps
 
-from dsa.curvature import map_weights, recurve
-from dsa.manifolds import BALL_EPS, manifold_of
+from dsa.rules.curvature import map_weights, recurve
+from dsa.rules.manifolds import BALL_EPS, manifold_of
 
 CHANGES = [(1.0, 0.25), (0.5, 2.0), (1.0, 1e-6), (0.0, 1.0), (1.0, 0.0)]
 every_change = pytest.mark.parametrize(("old", "new"), CHANGES)

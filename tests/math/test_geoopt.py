@@ -11,9 +11,9 @@ import torch
 from runs import Float64Run, pull
 from sampling import at_radius, fresh_records, off_by_ulps
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.poincare import exp_transport, riemannian_adam_step
-from dsa.manifolds import PoincareBall
+from dsa.rules.conventions import AdamOptions
+from dsa.rules.manifolds import PoincareBall
 
 geoopt = pytest.importorskip("geoopt")
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sampling import at_radius, fresh_records, used_records
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.adam import adam_step
 from dsa.kernels.poincare import riemannian_adam_step
 from dsa.kernels.report import merge_reports
 from dsa.kernels.threads import run_slices, thread_limit
+from dsa.rules.conventions import AdamOptions
 from dsa.schema import adam_schema
 
 LAST = 2**31 - 1

@@ -21,7 +21,7 @@ from tangents import (
     tangents,
 )
 
-from dsa.manifolds import Euclidean, PoincareBall, manifold_of
+from dsa.rules.manifolds import Euclidean, PoincareBall, manifold_of
 
 MANIFOLDS = [Euclidean(), *map(PoincareBall, CURVATURES)]
 every_manifold = pytest.mark.parametrize("manifold", MANIFOLDS, ids=repr)

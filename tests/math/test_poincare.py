@@ -8,9 +8,9 @@ from ball_records import MODES, RADII, batch, oracle_rows
 from oracles import BALL_EPS, exp_map
 from sampling import ULP32, at_radius, fresh_records, hand_options, off_by_ulps
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.adam import adam_step
 from dsa.kernels.poincare import riemannian_adam_step
+from dsa.rules.conventions import AdamOptions
 
 DIALECTS = {
     "defaults": {},

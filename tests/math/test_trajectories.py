@@ -14,9 +14,9 @@ from oracles import RowState, adam_row, conformal_factor, gyration, mobius_add
 from runs import BETA2, Float64Run, pull, start
 from sampling import ULP32, at_radius, fresh_records, off_by_ulps
 
-from dsa.conventions import AdamOptions
 from dsa.kernels.poincare import riemannian_adam_step
-from dsa.manifolds import PoincareBall
+from dsa.rules.conventions import AdamOptions
+from dsa.rules.manifolds import PoincareBall
 
 # --- scaling, oracle 6 ----------------------------------------------------------------------------
 

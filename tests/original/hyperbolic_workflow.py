@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.optimizer import DiskSparseRiemannianAdam
+from dsa.optimizers.sparse_riemannian_adam import DiskSparseRiemannianAdam
 
 # The document takes these from its reader. Rows this short keep their length in the ball.
 num_entities = 100_000

@@ -5,7 +5,7 @@ import shutil
 
 import torch
 
-from dsa.optimizer import DiskSparseRiemannianAdam
+from dsa.optimizers.sparse_riemannian_adam import DiskSparseRiemannianAdam
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

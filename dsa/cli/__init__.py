@@ -1,0 +1,1 @@
+"""The command line: its commands, the demo and the benchmark."""

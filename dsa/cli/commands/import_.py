@@ -1,0 +1,59 @@
+"""``dsa import``."""
+
+from __future__ import annotations
+
+import argparse
+
+from dsa.cli.commands.options import (
+    add_json,
+    add_storage,
+    add_storage_option,
+    storage_choice,
+    storage_options,
+)
+from dsa.cli.commands.output import print_state
+from dsa.cli.commands.progress import add_progress, shown_progress
+
+__all__ = ["DETAILS", "add_arguments", "run"]
+
+DETAILS = """\
+Every block is compared with its checksum before a row of it is used. Training goes on from there as if it
+had never stopped, when the optimizer is built with resume=True and the options it had.
+
+JSON: directory, global_step, tables."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("url", metavar="URL", help="the checkpoint: a directory, or a URL of fsspec")
+    parser.add_argument(
+        "state_dir", metavar="STATE_DIR", help="the new state directory: absent, empty, or without tables"
+    )
+    parser.add_argument(
+        "--base", metavar="URL", help="the full checkpoint of a differential one, if it isn't beside it"
+    )
+    add_storage(parser)
+    add_storage_option(parser)
+    add_progress(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Import, and print what the directory holds.
+
+    Raises:
+        DSAError, ValueError, OSError: the message says why.
+    """
+    from dsa.checkpoint.transfer import restore
+
+    with shown_progress(arguments) as progress:
+        restore(
+            arguments.url,
+            arguments.state_dir,
+            base=arguments.base,
+            storage=storage_choice(arguments),
+            progress=progress,
+            storage_options=storage_options(arguments.storage_option),
+        )
+    print_state(arguments.state_dir, arguments.json)
+    return 0

@@ -1,0 +1,118 @@
+"""Options that several commands have, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsa.state.storage import StorageChoice
+
+__all__ = [
+    "add_json",
+    "add_overwrite",
+    "add_storage",
+    "add_storage_option",
+    "key_value",
+    "storage_choice",
+    "storage_options",
+]
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add ``--overwrite``."""
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace a checkpoint that is there; nothing else is replaced",
+    )
+
+
+def add_storage_option(
+    parser: argparse.ArgumentParser, flag: str = "--storage-option", what: str = "the URL"
+) -> None:
+    """Add an option that may be repeated, for fsspec.
+
+    Args:
+        parser: The command's.
+        flag: The option's name.
+        what: What it is for.
+    """
+    parser.add_argument(
+        flag,
+        type=key_value,
+        action="append",
+        metavar="KEY=VALUE",
+        help=f"option of fsspec for {what}, such as endpoint_url=http://localhost:9000; may be repeated; "
+        "VALUE is JSON where it can be read as such",
+    )
+
+
+def storage_options(given: list[tuple[str, Any]] | None) -> dict[str, Any] | None:
+    """Return what repeated options say, or None when there are none."""
+    return dict(given) if given else None
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """Return a key and a value, which is JSON or else text.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no key.
+
+    Example:
+        >>> key_value("anon=true"), key_value("key=A1B2"), key_value('id="007"')
+        (('anon', True), ('key', 'A1B2'), ('id', '007'))
+    """
+    key, sign, value = text.partition("=")
+    if not key or not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} has no key: write KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    """Add how a new state directory is stored."""
+    parser.add_argument(
+        "--backend",
+        choices=("memmap", "zarr"),
+        help="one file per table, or a Zarr group that any Zarr reader can open while it is trained (memmap)",
+    )
+    parser.add_argument(
+        "--zarr-compression",
+        choices=("zstd",),
+        help="with --backend zarr: less disk where few rows are trained, for many times the work",
+    )
+    parser.add_argument(
+        "--allocate",
+        choices=("reserve", "sparse"),
+        help="take all disk space now, or as rows are touched (reserve)",
+    )
+    parser.add_argument(
+        "--durability",
+        choices=("process", "power", "none"),
+        help="what a step that returned is to survive (process)",
+    )
+
+
+def storage_choice(arguments: argparse.Namespace) -> StorageChoice:
+    """Return what `add_storage`'s options say.
+
+    Raises:
+        ValueError: compression without the backend that has it.
+    """
+    from dsa.backends import Memmap, Zarr
+    from dsa.state.storage import StorageChoice
+
+    compression = arguments.zarr_compression
+    if compression is not None and arguments.backend != "zarr":
+        raise ValueError(f"--zarr-compression {compression} is for another backend: add --backend zarr")
+    backend = {None: None, "memmap": Memmap(), "zarr": Zarr(compression=compression)}[arguments.backend]
+    return StorageChoice(arguments.allocate, backend, arguments.durability)

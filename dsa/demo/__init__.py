@@ -1,1 +1,0 @@
-"""The demo: Poincaré embeddings of a hierarchy, trained from a table on disk. See `dsa.demo.command`."""

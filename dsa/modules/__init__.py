@@ -1,0 +1,1 @@
+"""Layers for models whose weights are on disk."""

@@ -1,0 +1,196 @@
+"""What the modules on disk share: the table, its parameter, moving, saving, closing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+
+from dsa.errors import StateMismatchError
+from dsa.modules.tensor_reference import from_tensor, to_tensor
+from dsa.optimizers.arguments import as_fraction
+from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
+from dsa.optimizers.options import as_index, as_number
+from dsa.optimizers.portable import Portable
+from dsa.optimizers.reference import check_reference, reference_to
+from dsa.rules.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
+from dsa.rules.manifolds import manifold_of
+from dsa.schema import adam_schema
+from dsa.state.maintenance import write_weights
+from dsa.state.replacement import replace_weights
+from dsa.state.sharing import join_tables
+from dsa.state.state_directory import StateDirectory
+from dsa.state.storage import StorageChoice, TableSpec
+
+__all__ = ["DiskModule", "Source", "TableState", "table_spec_of"]
+
+Source = Initializer | FromArray | MatrixLike
+TableState = Literal["adam", "rowwise_adam"]
+
+_STATES: dict[str, tuple[Literal["element", "row"], str]] = {
+    "adam": ("element", "coordinate"),
+    "rowwise_adam": ("row", "row"),
+}
+
+
+class DiskModule(Portable, torch.nn.Module):
+    """What the two modules share: the table, its parameter, moving, saving, closing. Abstract."""
+
+    weight: DiskParameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        spec: TableSpec,
+        state_dir: str | os.PathLike[str],
+        resume: bool | None,
+        storage: StorageChoice,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if (spec.source.rows, spec.source.dim) != (num_embeddings, embedding_dim):
+            raise ValueError(
+                f"init gives {spec.source.rows} x {spec.source.dim} but the module is {num_embeddings} x "
+                f"{embedding_dim}: make them equal"
+            )
+        if max_norm is not None and spec.k > 0.0:
+            raise ValueError(
+                f"max_norm={max_norm!r} is a Euclidean norm and means nothing on a ball (k={spec.k!r}): "
+                "leave it out"
+            )
+        if max_norm is not None and not as_number("max_norm", max_norm) >= 0.0:
+            raise ValueError(f"max_norm={max_norm!r} is out of range: pass a number >= 0, or None")
+        if not as_number("norm_type", norm_type) > 0.0 and max_norm is not None:
+            raise ValueError(f"norm_type={norm_type!r} is the p of no norm: pass a number > 0")
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = _padding(padding_idx, num_embeddings)
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        usable_seed(device, dtype)  # before a file is made
+        state, (table,) = join_tables(state_dir, [spec], self, resume, storage)
+        self.weight = DiskParameter(state, table, device, dtype)
+        self._zero_padding()
+
+    @property
+    def k(self) -> float:
+        """Curvature magnitude of the table; 0 is flat."""
+        return self.weight.table.k
+
+    def _portable_state(self) -> StateDirectory:
+        return self.weight.state
+
+    def flush(self) -> None:
+        """Return once the state directory is durable on disk."""
+        with self.weight.state.use():
+            self.weight.state.flush()
+
+    def close(self) -> None:
+        """Close the state directory, for all who share it; closing twice is silent.
+
+        Afterwards only questions are answered: ``state_dict()``, ``repr``, ``k``.
+        """
+        with self.weight.state.exclusive:
+            self.weight.state.close()
+
+    def extra_repr(self) -> str:
+        """Return what ``print(module)`` shows between the brackets."""
+        parts = [f"{self.num_embeddings}, {self.embedding_dim}"]
+        defaults = {"padding_idx": None, "max_norm": None, "norm_type": 2.0}
+        parts += [
+            f"{key}={getattr(self, key)}" for key, value in defaults.items() if getattr(self, key) != value
+        ]
+        if self.k > 0.0:
+            parts.append(f"k={self.k:g}")
+        return ", ".join(
+            [*parts, f"table={self.weight.table.name!r}", f"state_dir={str(self.weight.state.path)!r}"]
+        )
+
+    def _zero_padding(self) -> None:
+        """Zero the padding row of a fresh table, as `torch.nn.Embedding` does."""
+        table, state = self.weight.table, self.weight.state
+        if self.padding_idx is None or table.initializer is None:
+            return
+        row = np.array([self.padding_idx])
+        with state.use():
+            if table.backend.read(row)["s"][0] == 0:
+                write_weights(state, table, row, np.zeros((1, self.embedding_dim), np.float32))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self.weight.move(fn)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        reference = reference_to(self.weight.state, [self.weight.table.name])
+        destination[prefix + "_extra_state"] = to_tensor(reference)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        self.weight.state.require_open()
+        reference = state_dict.get(prefix + "_extra_state")
+        if prefix + "weight" in state_dict:
+            self._load_weights(state_dict[prefix + "weight"], error_msgs)
+        elif reference is None:
+            missing_keys.append(prefix + "_extra_state")
+        else:
+            try:
+                check_reference(self.weight.state, [self.weight.table.name], from_tensor(reference))
+            except (StateMismatchError, ValueError) as error:
+                error_msgs.append(str(error))
+
+    def _load_weights(self, weights: torch.Tensor, error_msgs: list[str]) -> None:
+        shape = (self.num_embeddings, self.embedding_dim)
+        if tuple(weights.shape) != shape:
+            error_msgs.append(f"the saved weight is {tuple(weights.shape)} but the table is {shape}")
+            return
+        state = self.weight.state
+        with state.use():
+            replace_weights(state, self.weight.table, FromArray(weights))
+
+
+def _padding(padding_idx: int | None, rows: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -rows <= (index := as_index("padding_idx", padding_idx)) < rows:
+        raise ValueError(f"padding_idx={padding_idx!r} is outside the table of {rows} rows: pass a row of it")
+    return index % rows
+
+
+def table_spec_of(
+    name: str, rows: int, dim: int, source: Source | None, k: float, state: str, fraction: float
+) -> TableSpec:
+    """Return what a module asks its state directory for.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    if not name:
+        raise ValueError("a table's name can't be empty: pass a string")
+    if state not in _STATES:
+        raise ValueError(f"state={state!r} is not known: use one of {sorted(_STATES)}")
+    fraction, k = as_fraction(fraction), as_number("k", k)
+    manifold_of(k)
+    per, second_moment = _STATES[state]
+    first = _default_init(rows, dim, k) if source is None else as_initializer(source)
+    return TableSpec(name, adam_schema(dim, second_moment_per=per), first, k, second_moment, fraction)
+
+
+def _default_init(rows: int, dim: int, k: float) -> Initializer:
+    seed = int(torch.randint(2**62, ()).item())
+    return Uniform(rows, dim, -1e-3, 1e-3, seed) if k > 0.0 else Normal(rows, dim, seed=seed)

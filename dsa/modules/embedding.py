@@ -1,0 +1,277 @@
+"""`DiskEmbedding` and `DiskEmbeddingBag`: torch's modules, with their weights on disk."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, final
+
+import torch
+from torch.nn import functional
+
+from dsa.backends.mapping import Allocate
+from dsa.modules.disk_module import DiskModule, Source, TableState, table_spec_of
+from dsa.modules.lookup import look_up
+from dsa.modules.pretrained import pretrained_options, pretrained_source
+from dsa.optimizers.arguments import DEFAULT_BACKEND, layout_of_backend
+from dsa.rules.init import MatrixLike
+from dsa.state.storage import Durability, Layout, Queue, StorageChoice
+
+__all__ = ["DiskEmbedding", "DiskEmbeddingBag"]
+
+
+@final
+class DiskEmbedding(DiskModule):
+    """`torch.nn.Embedding` whose weights, and the optimizer's state for them, live on disk.
+
+    A forward pass reads each distinct row of its batch once. Gradients are sparse; `DiskSparseAdam` finds the
+    table through ``model.parameters()``. In eval mode and under `torch.no_grad` nothing is written.
+
+    Args:
+        num_embeddings: Rows N.
+        embedding_dim: Elements of a row D.
+        padding_idx: A row that starts at zero and gets no gradient.
+        max_norm: Rows that are looked up with a larger norm are scaled down to it: in training that is
+            written, in eval mode not.
+        norm_type: The p of that norm.
+        scale_grad_by_freq: Refused if true, as by torch for sparse gradients.
+        sparse: Refused if false: a gradient of the whole table would not fit.
+        device: Where rows and gradients are handed out.
+        dtype: Of rows and gradients; the table itself is float32.
+        state_dir: The state directory; modules with one directory and different names share it.
+        name: The table's name there.
+        init: The first weights: an array, or a rule of `dsa.init`. None draws from N(0, 1) as torch does,
+            seeded by torch's generator, or on a ball uniformly from ±0.001.
+        k: Curvature magnitude: 0 is flat, > 0 a ball of curvature -k.
+        state: What to reserve for the optimizer: ``"adam"``, or ``"rowwise_adam"`` with one second moment per
+            row.
+        init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius.
+        backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap` or `dsa.backends.Zarr`, see
+            `DiskSparseRiemannianAdam`; as the further options, left out it is the default or what the
+            directory was opened with.
+        allocate: ``"reserve"`` or ``"sparse"``.
+        durability: ``"process"``, ``"power"`` or ``"none"``.
+        async_writes: Write in a thread.
+        resume: None refuses to guess when there is state; True continues it; False replaces it, with a
+            warning.
+
+    Raises:
+        ValueError: an option is out of range or contradicts another.
+        StateError: the directory can't be used; see `dsa.errors`.
+
+    Example:
+        >>> import tempfile
+        >>> from dsa import init
+        >>> embedding = DiskEmbedding(1000, 2, init=init.Zeros(1000, 2), state_dir=tempfile.mkdtemp())
+        >>> embedding(torch.tensor([[1, 5], [5, 7]])).shape
+        torch.Size([2, 2, 2])
+        >>> embedding.close()
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        state_dir: str | os.PathLike[str],
+        name: str = "embedding",
+        init: Source | None = None,
+        k: float = 0.0,
+        state: TableState = "adam",
+        init_max_norm_fraction: float = 0.5,
+        backend: str | Layout = DEFAULT_BACKEND,
+        allocate: Allocate | None = None,
+        durability: Durability | None = None,
+        async_writes: bool = False,
+        resume: bool | None = None,
+    ) -> None:
+        _refuse(scale_grad_by_freq, sparse)
+        spec = table_spec_of(name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction)
+        storage = _storage(backend, allocate, durability, async_writes)
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            spec,
+            state_dir,
+            resume,
+            storage,
+            device,
+            dtype,
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `input`, an integer tensor of any shape: ``(*, D)``."""
+        found = look_up(self.weight, input, self.padding_idx, self.max_norm, self.norm_type, self.training)
+        return functional.embedding(found.inverse, found.values)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: MatrixLike | torch.nn.Embedding,
+        freeze: bool = True,
+        **options: Any,  # noqa: ANN401 - the constructor's
+    ) -> DiskEmbedding:
+        """Make a module from weights that exist: an array, memmap, Zarr array, tensor, or a torch module.
+
+        Args:
+            embeddings: ``(N, D)`` weights, read block by block. A module brings its options too.
+            freeze: Whether the rows get no gradient.
+            options: The constructor's, `state_dir` among them.
+        """
+        source = pretrained_source(embeddings)
+        module = cls(source.rows, source.dim, init=source, **{**pretrained_options(embeddings), **options})
+        module.weight.requires_grad_(not freeze)
+        return module
+
+
+@final
+class DiskEmbeddingBag(DiskModule):
+    """`torch.nn.EmbeddingBag` whose weights, and the optimizer's state for them, live on disk.
+
+    Args:
+        num_embeddings: Rows N.
+        embedding_dim: Elements of a row D.
+        max_norm: See `DiskEmbedding`.
+        norm_type: See `DiskEmbedding`.
+        scale_grad_by_freq: Refused if true.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: Refused if false.
+        include_last_offset: Whether the last offset is the number of ids.
+        padding_idx: A row that starts at zero, is left out of every bag, and gets no gradient.
+        device: See `DiskEmbedding`, likewise the further arguments.
+        dtype: See `DiskEmbedding`.
+        state_dir: See `DiskEmbedding`.
+        name: See `DiskEmbedding`.
+        init: See `DiskEmbedding`.
+        k: See `DiskEmbedding`.
+        state: See `DiskEmbedding`.
+        init_max_norm_fraction: See `DiskEmbedding`.
+        backend: See `DiskEmbedding`.
+        allocate: See `DiskEmbedding`.
+        durability: See `DiskEmbedding`.
+        async_writes: See `DiskEmbedding`.
+        resume: See `DiskEmbedding`.
+
+    Example:
+        >>> import tempfile
+        >>> from dsa import init
+        >>> bag = DiskEmbeddingBag(1000, 2, init=init.Zeros(1000, 2), state_dir=tempfile.mkdtemp())
+        >>> bag(torch.tensor([1, 5, 7]), torch.tensor([0, 2])).shape
+        torch.Size([2, 2])
+        >>> bag.close()
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        sparse: bool = True,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        state_dir: str | os.PathLike[str],
+        name: str = "embedding",
+        init: Source | None = None,
+        k: float = 0.0,
+        state: TableState = "adam",
+        init_max_norm_fraction: float = 0.5,
+        backend: str | Layout = DEFAULT_BACKEND,
+        allocate: Allocate | None = None,
+        durability: Durability | None = None,
+        async_writes: bool = False,
+        resume: bool | None = None,
+    ) -> None:
+        _refuse(scale_grad_by_freq, sparse)
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"mode={mode!r} is not known: use 'sum', 'mean' or 'max'")
+        spec = table_spec_of(name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction)
+        storage = _storage(backend, allocate, durability, async_writes)
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            spec,
+            state_dir,
+            resume,
+            storage,
+            device,
+            dtype,
+        )
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return one reduced row per bag.
+
+        Args:
+            input: Ids: 1-D with `offsets`, or 2-D with one bag per row.
+            offsets: Where each bag starts in a 1-D `input`.
+            per_sample_weights: A factor for each id, of the shape of `input`; for mode ``"sum"``.
+
+        Returns:
+            ``(bags, D)``.
+        """
+        found = look_up(self.weight, input, self.padding_idx, self.max_norm, self.norm_type, self.training)
+        return functional.embedding_bag(
+            found.inverse,
+            found.values,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=found.padding,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: MatrixLike | torch.nn.EmbeddingBag,
+        freeze: bool = True,
+        **options: Any,  # noqa: ANN401 - the constructor's
+    ) -> DiskEmbeddingBag:
+        """Make a module from weights that exist, as `DiskEmbedding.from_pretrained` does."""
+        source = pretrained_source(embeddings)
+        module = cls(source.rows, source.dim, init=source, **{**pretrained_options(embeddings), **options})
+        module.weight.requires_grad_(not freeze)
+        return module
+
+
+def _refuse(scale_grad_by_freq: bool, sparse: bool) -> None:
+    if scale_grad_by_freq:
+        raise ValueError(
+            "scale_grad_by_freq=True does not exist for sparse gradients: leave it out, or scale the loss"
+        )
+    if not sparse:
+        raise ValueError("sparse=False would need a gradient as large as the table: leave it out")
+
+
+def _storage(
+    backend: str | Layout,
+    allocate: Allocate | None,
+    durability: Durability | None,
+    async_writes: bool,
+) -> StorageChoice:
+    queue = Queue() if async_writes else None
+    return StorageChoice(allocate, layout_of_backend(backend), durability, queue)

@@ -1,0 +1,147 @@
+"""Reading the rows of a table into autograd, and their gradients back out as sparse ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsa.errors import RowTypeError
+from dsa.kernels.rows import unique_inverse
+from dsa.kernels.threads import thread_limit
+from dsa.optimizers.disk_parameter import DiskParameter
+from dsa.optimizers.tensors import to_array
+from dsa.schema import Rows
+from dsa.state.coalesce import as_rows
+from dsa.state.maintenance import write_weights
+from dsa.state.table import read_weights
+
+__all__ = ["Lookup", "look_up"]
+
+
+class Lookup(NamedTuple):
+    """The distinct rows of a batch of ids.
+
+    Args:
+        values: ``(U, D)``, the rows' weights; requires a gradient where the parameter does.
+        inverse: int64 of the ids' shape: the position of each id among the distinct rows.
+        padding: The position of the padding row, or None.
+    """
+
+    values: torch.Tensor
+    inverse: torch.Tensor
+    padding: int | None
+
+
+def look_up(
+    weight: DiskParameter,
+    ids: torch.Tensor,
+    padding_idx: int | None,
+    max_norm: float | None,
+    norm_type: float,
+    training: bool,
+) -> Lookup:
+    """Read each distinct row of a batch once.
+
+    Args:
+        weight: The table's parameter.
+        ids: Integers of any shape, on any device.
+        padding_idx: The row that gets no gradient.
+        max_norm: Rows with a larger norm are scaled down to it; while training that is written to the table.
+        norm_type: The p of that norm.
+        training: Whether the table may be written.
+
+    Raises:
+        RowIndexError, RowTypeError: the ids can't be used.
+        CorruptRowError: a stored row is implausible.
+    """
+    table, state = weight.table, weight.state
+    if not isinstance(ids, torch.Tensor):
+        raise RowTypeError(f"the ids for table {table.name!r} are a {type(ids).__name__}: pass a tensor")
+    rows = as_rows(to_array(ids).reshape(-1), len(table), table.name)
+    unique, inverse = unique_inverse(rows)
+    with state.use(), thread_limit(torch.get_num_threads()):
+        state.settle()
+        values = read_weights(table, unique)
+        if max_norm is not None:
+            changed = _clip(values, float(max_norm), float(norm_type))
+            if training and torch.is_grad_enabled() and len(changed):
+                write_weights(state, table, unique[changed], values[changed])
+    gathered = _onto(torch.from_numpy(values), weight)
+    if torch.is_grad_enabled() and weight.requires_grad:
+        gathered = _Gather.apply(  # type: ignore[no-untyped-call]
+            weight, gathered, unique, padding_idx
+        )
+    positions = _onto_device(torch.from_numpy(inverse), weight.device).reshape(ids.shape)
+    return Lookup(gathered, positions, _position(unique, padding_idx))
+
+
+class _Gather(torch.autograd.Function):
+    """Passes gathered rows on; turns their gradient into a sparse gradient of the whole table."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's context
+        weight: DiskParameter,
+        gathered: torch.Tensor,
+        rows: Rows,
+        padding_idx: int | None,
+    ) -> torch.Tensor:
+        ctx.rows, ctx.padding_idx, ctx.size = rows, padding_idx, tuple(weight.shape)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # noqa: ANN401
+        rows: Rows = ctx.rows
+        padding = _position(rows, ctx.padding_idx)
+        if padding is not None:
+            kept = np.flatnonzero(np.arange(len(rows)) != padding)
+            rows, grad = rows[kept], grad[_onto_device(torch.from_numpy(kept), grad.device)]
+        # A copy: torch can't enlarge memory of numpy's, which it does when it adds to an empty gradient.
+        indices = torch.tensor(rows, device=grad.device)[None]
+        sparse = torch.sparse_coo_tensor(indices, grad, ctx.size, check_invariants=False, is_coalesced=True)
+        return sparse, None, None, None
+
+
+def _clip(values: NDArray[np.float32], max_norm: float, norm_type: float) -> NDArray[np.int64]:
+    """Scale rows beyond `max_norm` down to it in place, as torch does, and return which they were.
+
+    Rounding may leave the scaled row a little beyond. It is scaled on, first by the smallest step that there
+    is, so that a row that was clipped and stored is not clipped again: a run that is killed between forward
+    and step goes on with the same bits.
+    """
+    norms = _norms(values, norm_type)
+    clipped = np.flatnonzero(norms > max_norm)
+    values[clipped] *= (max_norm / (norms[clipped] + 1e-7))[:, None].astype(np.float32)
+    beyond = clipped
+    for exponent in range(-24, 1):  # the last step leaves nothing
+        beyond = beyond[_norms(values[beyond], norm_type) > max_norm]
+        if len(beyond) == 0:
+            break
+        factor = np.float32(1.0 - math.ldexp(0.5, exponent)) if exponent else np.float32(0.0)
+        values[beyond] = np.nextafter(values[beyond] * factor, np.float32(0.0))
+    return clipped
+
+
+def _norms(values: NDArray[np.float32], norm_type: float) -> NDArray[np.float64]:
+    return np.asarray(np.linalg.norm(values.astype(np.float64), ord=norm_type, axis=1))
+
+
+def _position(rows: Rows, padding_idx: int | None) -> int | None:
+    if padding_idx is None:
+        return None
+    position = int(np.searchsorted(rows, padding_idx))
+    return position if position < len(rows) and rows[position] == padding_idx else None
+
+
+def _onto(values: torch.Tensor, weight: DiskParameter) -> torch.Tensor:
+    return _onto_device(values, weight.device).to(weight.dtype)
+
+
+def _onto_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)

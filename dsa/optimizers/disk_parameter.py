@@ -1,0 +1,127 @@
+"""The parameter of a table on disk: it has the table's shape and no storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+
+from dsa.state.state_directory import StateDirectory
+from dsa.state.table import Table
+
+__all__ = ["DiskParameter", "usable_seed"]
+
+# What optimizers, scalers, trainers and printing ask of a parameter. Everything else would compute with
+# weights that are not there.
+_HARMLESS: Final = frozenset(
+    {
+        "__delete__", "__format__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward",
+        "dim", "element_size", "get_device", "grad", "has_names", "is_complex",
+        "is_conj", "is_contiguous", "is_floating_point", "is_neg", "ndimension", "nelement", "numel",
+        "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+        "size", "stride",
+    }
+)  # fmt: skip
+
+# Attributes that are the weights, or views of them.
+_VALUES: Final = frozenset({"H", "T", "data", "imag", "mH", "mT", "real"})
+
+
+def usable_seed(device: torch.device | str | None, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the number that stands for all elements of a table.
+
+    Raises:
+        ValueError: rows can't be handed out like that.
+    """
+    seed = torch.zeros((), device=device, dtype=dtype)
+    if not seed.is_floating_point() or seed.is_meta:
+        raise ValueError(
+            f"rows of a table on disk can't be handed out with dtype={seed.dtype} on {str(seed.device)!r}: "
+            "pass a floating dtype, and a device that holds numbers"
+        )
+    return seed
+
+
+class DiskParameter(torch.nn.Parameter):
+    """What stands for a table in ``model.parameters()``.
+
+    Its shape is ``(N, D)``, its storage one number, its gradients are sparse.
+
+    `DiskSparseAdam` recognises it and updates the table. Computing with it is refused: there is nothing to
+    compute with.
+
+    Args:
+        state: The open directory of the table.
+        table: The table.
+        device: Where gathered rows and gradients are.
+        dtype: dtype of gathered rows and gradients; the table itself is float32.
+        requires_grad: Whether gathered rows require a gradient.
+    """
+
+    state: StateDirectory
+    table: Table
+
+    def __new__(
+        cls,
+        state: StateDirectory,
+        table: Table,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = True,
+    ) -> DiskParameter:
+        """Make the parameter of an open table."""
+        seed = usable_seed(device, dtype)
+        parameter = torch.Tensor._make_subclass(cls, seed.expand(len(table), table.dim), requires_grad)
+        parameter.state, parameter.table = state, table
+        return parameter
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Let harmless questions through and refuse computations."""
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        asked = attribute if attribute in _VALUES else name
+        if asked not in _HARMLESS:
+            raise RuntimeError(
+                f"{asked!r} was called on the weight of a table on disk, which has no values in memory: use "
+                "the rows that the module's forward returns, and penalise or tie those instead of the whole "
+                "table"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def move(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply what `torch.nn.Module.to` would do, without making the table's size of memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            seed = convert(torch.zeros((), device=self.device, dtype=self.dtype))
+            if seed.is_meta:
+                raise RuntimeError(
+                    "'meta' is no device for a table on disk: its rows are handed out as numbers; keep the "
+                    "layer where it is"
+                )
+            self.data = seed.expand(len(self.table), self.table.dim)
+            if self.grad is not None:
+                self.grad = convert(self.grad)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the text to print
+        rows, dim = len(self.table), self.table.dim
+        return f"DiskParameter({self.table.name!r}: {rows} x {dim} in {str(self.state.path)!r})"
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(_COPYING)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(_COPYING)
+
+
+_COPYING: Final = (
+    "the weight of a table on disk can't be copied or pickled: two owners would write to one directory; "
+    "save the module's state_dict(), which refers to the directory, or copy the directory when it is closed"
+)

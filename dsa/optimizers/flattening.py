@@ -1,0 +1,63 @@
+"""Parameters ``(N, ...)`` as tables of N rows: their sparse gradients, and moments of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dsa.errors import GradientError
+from dsa.kernels.layout import Floats
+from dsa.optimizers.tensors import to_array
+from dsa.schema import Rows
+from dsa.state.coalesce import as_gradient, as_rows, coalesce
+from dsa.state.table import Table
+
+__all__ = ["gradient_rows", "moments_by_rows"]
+
+
+def gradient_rows(grad: torch.Tensor, table: Table) -> tuple[Rows, Floats]:
+    """Return what a sparse gradient says of a table's rows, as `dsa.state.coalesce.coalesce` leaves it.
+
+    Raises:
+        GradientError: it is about single elements, or holds a number that is not finite.
+        RowIndexError: an index is outside the table.
+    """
+    if grad.sparse_dim() != 1:
+        raise GradientError(
+            f"the gradient of the parameter {table.name!r} has sparse_dim={grad.sparse_dim()}: it is indexed "
+            "by single elements, as results of torch.sparse.mm and to_sparse() are, and a step needs whole "
+            "rows; set parameter.grad to grad.to_dense().to_sparse(1), or look rows up with an embedding"
+        )
+    if grad._nnz() == 0:
+        # numpy would pin the storage of the gradient, which torch has to enlarge in the next backward.
+        return np.empty(0, np.int64), np.empty((0, table.dim), np.float32)
+    rows = as_rows(to_array(grad._indices()[0]), len(table), table.name)
+    values = to_array(grad._values()).reshape(len(rows), -1)
+    return coalesce(rows, as_gradient(values, rows, table.dim, table.name), table.name)
+
+
+def moments_by_rows(foreign: object, parameters: Sequence[torch.Tensor]) -> object:
+    """Return the state of a `torch.optim.SparseAdam` with moments as ``(N, D)``, whatever the parameters are.
+
+    What does not fit is left as it is, for whoever reads it to refuse.
+
+    Args:
+        foreign: The ``"state"`` of its state dict.
+        parameters: The parameters, in order.
+    """
+    if not isinstance(foreign, dict):
+        return foreign
+    return {
+        index: {key: _by_rows(value, parameters[index].shape) for key, value in entry.items()}
+        if isinstance(entry, dict) and index in range(len(parameters))
+        else entry
+        for index, entry in foreign.items()
+    }
+
+
+def _by_rows(value: object, shape: torch.Size) -> object:
+    if isinstance(value, torch.Tensor) and value.shape == shape:
+        return value.reshape(len(value), -1)
+    return value

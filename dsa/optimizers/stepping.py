@@ -1,0 +1,107 @@
+"""Steps: what every optimizer does with its batches once they are rows and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, final
+
+from dsa.kernels.layout import Floats
+from dsa.kernels.report import StepReport
+from dsa.kernels.threads import thread_limit
+from dsa.optimizers.prefetch import Prefetcher
+from dsa.optimizers.statistics import Counters, statistics
+from dsa.optimizers.update import compute_update
+from dsa.optimizers.watch import ClampWatch
+from dsa.rules.conventions import AdamOptions
+from dsa.schema import Rows
+from dsa.state.state_directory import StateDirectory
+from dsa.state.table import Table, stamp_of
+from dsa.state.transactions import Effect
+
+__all__ = ["Batch", "Stepping"]
+
+
+class Batch(NamedTuple):
+    """A table's part in a step.
+
+    Args:
+        table: The table.
+        rows: ``(B,)`` int64, strictly increasing, inside the table.
+        grad: ``(B, D)`` float32, finite.
+        options: The options of this step.
+        weights: ``(B, D)`` float32, updated in place, of a table whose weights are in memory.
+        effects: What puts them back.
+    """
+
+    table: Table
+    rows: Rows
+    grad: Floats
+    options: AdamOptions
+    weights: Floats | None = None
+    effects: Sequence[Effect] = ()
+
+
+@final
+class Stepping:
+    """Takes the steps of an optimizer, and keeps count of them.
+
+    The state is an argument of each call: an optimizer may find its state later than it is made.
+    """
+
+    def __init__(self) -> None:
+        self.prefetcher = Prefetcher()
+        self._counters = Counters()
+        self._watch = ClampWatch()
+
+    @contextlib.contextmanager
+    def ready(self, state: StateDirectory, threads: int) -> Iterator[StateDirectory]:
+        """Hold an open state with nothing pending, allowing so many threads; other callers wait."""
+        with state.use(), thread_limit(threads):
+            state.settle()
+            yield state
+
+    def take(self, state: StateDirectory, batches: Sequence[Batch]) -> None:
+        """Take one step of all tables named, or none: everything is computed before anything is stored.
+
+        Args:
+            state: Ready, see `ready`.
+            batches: Of different tables.
+
+        Raises:
+            CorruptRowError: a stored row is implausible; nothing has changed.
+            GradientError: an update overflows; nothing has changed.
+            DiskSpaceError: there is no room; nothing has changed.
+        """
+        try:
+            reports = _transact(state, batches)
+        except BaseException as error:
+            # Whoever keeps the error must not keep the journal's memory mapped, which those frames refer to.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        for batch, report in zip(batches, reports, strict=True):
+            self.prefetcher.note_use(batch.table, batch.rows)
+            self._counters.note(report)
+        curved = [
+            (len(batch.rows), report.far)
+            for batch, report in zip(batches, reports, strict=True)
+            if batch.table.k
+        ]
+        self._watch.note(sum(rows for rows, _ in curved), sum(far for _, far in curved))
+
+    def statistics(self, state: StateDirectory) -> dict[str, int | float | str]:
+        """Return the counts, see `dsa.optimizers.statistics`."""
+        return statistics(state, self._counters, self.prefetcher)
+
+
+def _transact(state: StateDirectory, batches: Sequence[Batch]) -> list[StepReport]:
+    progress = state.progress().after_step([state.index(batch.table) for batch in batches])
+    memory = state.prepare(progress, [(batch.table, batch.rows) for batch in batches])
+    stamp = stamp_of(progress.global_step)
+    reports = [
+        compute_update(batch.table, batch.rows, batch.grad, batch.options, records, stamp, batch.weights)
+        for batch, records in zip(batches, memory, strict=True)
+    ]
+    state.commit([effect for batch in batches for effect in batch.effects])
+    return reports

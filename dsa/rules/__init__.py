@@ -1,0 +1,1 @@
+"""The mathematics of a row: first weights, updates, spaces and their curvature."""

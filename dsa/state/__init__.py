@@ -1,0 +1,1 @@
+"""A state directory: its tables, its description, its journal, and how it is opened and changed."""

@@ -1,0 +1,74 @@
+"""What a state holds, wherever it is: in an open directory, a checkpoint, or a directory of an older release.
+
+Exporting, importing and migrating are the same copy between such contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import final
+
+from dsa.rules.init import Initializer
+from dsa.schema import Records, Schema
+
+__all__ = ["Blocks", "StateContent", "TableContent"]
+
+Blocks = Callable[[], Iterator[tuple[int, Records]]]
+"""Starts a pass over a table: consecutive blocks ``(first row, records)`` that cover every row once.
+
+The blocks are in order. A record that was never written has its first weight and stamp 0.
+"""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TableContent:
+    """A table as it is copied from one place to another.
+
+    Args:
+        name: The user's name for it.
+        rows: N.
+        schema: What `blocks` yields; with `w` wherever the weights are to be had.
+        blocks: See `Blocks`.
+        k: Curvature magnitude.
+        steps: Optimizer steps in which the table took part.
+        second_moment: The meaning of ``v``: ``"coordinate"``, ``"frame"`` or ``"row"``.
+        init_max_norm_fraction: See `dsa.state.table.Table`.
+        initializer: The rule that gives rows with stamp 0 their weights, or None.
+        stored: The schema of a record on disk, when that is another: without `w`, for a table whose weights
+            are a parameter in memory.
+        touched_share: Estimates the share of the rows that were ever written, without a pass over them; None
+            where a pass is as good.
+    """
+
+    name: str
+    rows: int
+    schema: Schema
+    blocks: Blocks
+    k: float = 0.0
+    steps: int = 0
+    second_moment: str = "coordinate"
+    init_max_norm_fraction: float = 0.5
+    initializer: Initializer | None = None
+    stored: Schema | None = None
+    touched_share: Callable[[], float] | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StateContent:
+    """Tables that belong together.
+
+    Args:
+        tables: In the state's order.
+        global_step: Steps that the state has taken.
+        exports: Checkpoints of this very history: content root and the step each was made at. Rows with a
+            stamp above that step may have changed since.
+        identity: The random name of the state, by which a state dict refers to it.
+    """
+
+    tables: tuple[TableContent, ...]
+    global_step: int = 0
+    exports: dict[str, int] = field(default_factory=dict)
+    identity: str = ""

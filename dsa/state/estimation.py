@@ -1,0 +1,100 @@
+"""How much disk a table takes, before it is made."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Final, final
+
+from dsa.backends.memmap import Memmap, choose_stride, stored_bytes
+from dsa.backends.zarr import Zarr
+from dsa.rules.conventions import AdamOptions, SecondMoment
+from dsa.schema import Schema, adam_schema
+from dsa.state.journal_format import BODY, layout_of
+from dsa.state.storage import Layout, Storage
+from dsa.state.table_files import table_bytes
+
+__all__ = ["Estimate", "estimate"]
+
+_NOTE_BYTES: Final = 128
+_JOURNAL_BYTES: Final = 1 << 20
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Disk that one table occupies, in bytes.
+
+    Args:
+        fields: Bytes of each field: w, m, v, t and the stamp s.
+        logical: w + m + v + t. A checkpoint without compression holds the stamps besides, 4 bytes a row.
+        file: The table's file, or files, with stamps, padding and header. What compression saves depends on
+            the rows that are trained: with it, the size before.
+        while_exporting: The file and one uncompressed checkpoint beside it.
+        record: One row in the file, with its padding.
+        journal: The journal of a state with this table alone, for steps of `batch` rows; beside the file
+            while the state is open, and until the next opening after a kill. ``durability="power"`` and
+            ``async_writes`` keep more, 64 MiB at least.
+    """
+
+    fields: dict[str, int]
+    logical: int
+    file: int
+    while_exporting: int
+    record: int
+    journal: int
+
+
+def estimate(
+    rows: int,
+    dim: int,
+    *,
+    second_moment: SecondMoment = "coordinate",
+    backend: Layout | None = None,
+    batch: int = 16_384,
+) -> Estimate:
+    """Return what a table of Adam's state will take on disk.
+
+    Args:
+        rows: Number of rows N.
+        dim: Elements of a row D.
+        second_moment: ``"row"`` stores one number of v per row.
+        backend: The layout; the default one when None.
+        batch: Distinct rows of the largest step, on which the journal's size depends.
+
+    Example:
+        >>> estimate(10_000_000, 128).fields["w"], estimate(10_000_000, 128).logical
+        (5120000000, 15400000000)
+    """
+    rows = operator.index(rows)
+    if rows < 1:
+        raise ValueError(f"rows={rows!r} is out of range: pass at least 1")
+    batch = operator.index(batch)
+    if batch < 1:
+        raise ValueError(f"batch={batch!r} is out of range: pass at least 1")
+    AdamOptions(lr=0.0, second_moment=second_moment)
+    schema = adam_schema(dim, second_moment_per="row" if second_moment == "row" else "element")
+    fields = {field.name: rows * schema.field_bytes(field) for field in schema.fields}
+    logical = sum(fields.values()) - fields["s"]
+    layout = Memmap() if backend is None else backend
+    journal = _journal_bytes(min(batch, rows), schema, layout)
+    if isinstance(layout, Zarr):
+        layout = Zarr(layout.shard_bytes)
+    file = table_bytes(rows, schema, layout)
+    return Estimate(fields, logical, file, file + logical, _record_bytes(schema, layout), journal)
+
+
+def _record_bytes(schema: Schema, layout: Layout) -> int:
+    if isinstance(layout, Memmap):
+        return choose_stride(stored_bytes(schema), layout.stride)
+    checksum = stored_bytes(schema) - schema.dtype.itemsize
+    return sum(schema.field_bytes(field) for field in schema.fields) + checksum
+
+
+def _journal_bytes(batch: int, schema: Schema, layout: Layout) -> int:
+    """Return the length that the ring grows to: it keeps the last step's entry while it takes the next."""
+    overlay = Storage(backend=layout).overlay_bytes
+    if overlay:
+        return BODY + overlay
+    entry = layout_of(_NOTE_BYTES, [(batch, schema.dtype.itemsize)]).length
+    return BODY + (_JOURNAL_BYTES if 2 * entry <= _JOURNAL_BYTES else 3 * entry)

@@ -1,0 +1,77 @@
+"""Changes of rows that no optimizer makes, each block of them one transaction."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.errors import StateWarning, notify
+from dsa.kernels.checks import first_implausible
+from dsa.schema import Rows
+from dsa.state.state_directory import StateDirectory
+from dsa.state.table import (
+    Table,
+    blank_records,
+    corrupt_row,
+    fill_untouched,
+    implausible_rows,
+    stamp_of,
+)
+
+__all__ = ["reproject", "write_weights"]
+
+
+def reproject(state: StateDirectory, table: Table) -> int:
+    """Bring the rows of a table into its space and reset those that hold implausible values.
+
+    Idempotent row by row, so that it needs no record of how far it got.
+
+    Returns:
+        The number of rows projected.
+    """
+    projected = reset = 0
+    for first, records in table.backend.scan(0, len(table)):
+        rows = np.arange(first, first + len(records))
+        broken = implausible_rows(records)
+        if broken.any():
+            records[broken] = fill_untouched(table, rows[broken], blank_records(table, int(broken.sum()), 0))
+        weights, outside = table.space.project(records["w"].astype(np.float64))
+        records["w"][outside] = weights[outside]
+        # A stamp: the next differential checkpoint has to hold them.
+        records["s"][broken | (outside & (records["s"] > 0))] = stamp_of(state.global_step)
+        moved = broken | outside
+        if moved.any():
+            (memory,) = state.prepare(state.progress(), [(table, rows[moved])])
+            memory[:] = records[moved]
+            state.commit()
+        projected += int(outside.sum())
+        reset += int(broken.sum())
+    if reset:
+        notify(
+            f"{reset} rows of table {table.name!r} held implausible values and were reset: if that is "
+            "unexpected, check the disk",
+            StateWarning,
+        )
+    return projected
+
+
+def write_weights(state: StateDirectory, table: Table, rows: Rows, weights: NDArray[np.float32]) -> None:
+    """Set the weights of some rows in one transaction; their moments and counters stay.
+
+    Args:
+        state: The state of the table.
+        table: The table.
+        rows: ``(B,)`` int64, strictly increasing, inside the table.
+        weights: ``(B, D)`` float32, finite and inside the table's space.
+
+    Raises:
+        CorruptRowError: a stored row is implausible; nothing has changed.
+    """
+    (memory,) = state.prepare(state.progress(), [(table, rows)])
+    table.backend.read(rows, memory)
+    position = first_implausible(memory)
+    if position >= 0:
+        raise corrupt_row(table, rows, memory, position)
+    memory["w"] = weights
+    memory["s"] = stamp_of(state.global_step)
+    state.commit()

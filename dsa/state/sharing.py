@@ -1,0 +1,129 @@
+"""Directories open in this process: modules and optimizers with one `state_dir` share its state.
+
+A directory has one lock, one journal and one count of steps, however many tables of however many modules lie
+in it. Whoever comes first opens it and its options hold; whoever comes later gets the same state.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Final
+
+from dsa.errors import StateWarning, notify
+from dsa.state.creation import add_table
+from dsa.state.directories import local_directory
+from dsa.state.matching import match_table, warn_of_curvature
+from dsa.state.opening import open_state
+from dsa.state.state_directory import StateDirectory
+from dsa.state.storage import StorageChoice, TableSpec, is_part_of
+from dsa.state.table import Table
+
+__all__ = ["check_choice", "check_resume", "join_tables"]
+
+
+_SHARED: Final[weakref.WeakValueDictionary[str, StateDirectory]] = weakref.WeakValueDictionary()
+_RESUMES: Final[weakref.WeakKeyDictionary[StateDirectory, bool | None]] = weakref.WeakKeyDictionary()
+
+
+def join_tables(
+    directory: str | os.PathLike[str],
+    specs: Sequence[TableSpec],
+    user: object,
+    resume: bool | None,
+    choice: StorageChoice,
+) -> tuple[StateDirectory, list[Table]]:
+    """Return the state of a directory, opened now or before, and the tables asked for, stored or made now.
+
+    Nothing is made, and nothing stays open that was not, when one of them can't be had.
+
+    Args:
+        directory: The state directory.
+        specs: The tables.
+        user: Who uses them: as long as it lives, nobody else gets them.
+        resume: As for `dsa.state.opening.open_state`; the same for all that share the directory.
+        choice: Storage options; None means the default, or what the directory was opened with.
+
+    Raises:
+        ValueError: a name is taken in this process, or an option differs from what the directory was opened
+            with; or the directory can't be meant, see `dsa.state.directories.local_directory`.
+        StateError: as for `dsa.state.opening.open_state`.
+    """
+    directory = local_directory(directory)
+    path = os.path.realpath(directory)
+    state = _SHARED.get(path)
+    if state is None or not state.is_open:
+        state = open_state(directory, specs, resume, choice.complete(), exact=False)
+        _SHARED[path] = state
+        _RESUMES[state] = resume
+        try:
+            return state, _claim(state, specs, user)
+        except BaseException:
+            state.close()
+            raise
+    check_choice(state, choice)
+    check_resume(state, resume)
+    with state.use():  # another thread may be training
+        return state, _claim(state, specs, user)
+
+
+def check_resume(state: StateDirectory, resume: bool | None) -> None:
+    """Check an option against the one that an open directory was opened with.
+
+    Raises:
+        ValueError: it differs.
+    """
+    opened = _RESUMES[state]
+    if resume != opened:
+        raise ValueError(
+            f"resume={resume!r} differs from resume={opened!r}, with which {str(state.path)!r} was opened: "
+            "pass the same to all that share it"
+        )
+
+
+def check_choice(state: StateDirectory, choice: StorageChoice) -> None:
+    """Check storage options that were given against those that an open directory was opened with.
+
+    Raises:
+        ValueError: one differs.
+    """
+    for field in fields(choice):
+        value, opened = getattr(choice, field.name), getattr(state.storage, field.name)
+        if value is None or (field.name == "backend" and is_part_of(value, opened)):
+            continue
+        if value != opened:
+            raise ValueError(
+                f"{field.name}={value!r} differs from {opened!r}, with which {str(state.path)!r} was opened: "
+                "whoever opens a directory chooses; leave it out"
+            )
+
+
+def _claim(state: StateDirectory, specs: Sequence[TableSpec], user: object) -> list[Table]:
+    for spec in specs:
+        if spec.name in state.users:
+            raise ValueError(
+                f"the table name {spec.name!r} is taken in {str(state.path)!r}: give each module a name= of "
+                "its own; an optimizer that was built earlier over the same parameters has to be closed "
+                "first"
+            )
+    tables = [_table(state, spec) for spec in specs]
+    for spec in specs:
+        state.users[spec.name] = user
+    return tables
+
+
+def _table(state: StateDirectory, spec: TableSpec) -> Table:
+    table = state.tables.get(spec.name)
+    if table is not None:
+        match_table(table, spec)
+        warn_of_curvature(table, spec)
+        return table
+    if _RESUMES[state]:
+        notify(
+            f"the state in {str(state.path)!r} holds no table {spec.name!r} but {sorted(state.tables)}: a "
+            "new one is made; if that is not meant, check the name",
+            StateWarning,
+        )
+    return add_table(state, spec, state.storage)

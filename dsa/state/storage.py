@@ -1,0 +1,138 @@
+"""How a state is to be stored, and the tables it is to hold: what callers ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, final
+
+from dsa.backends.mapping import Allocate
+from dsa.backends.memmap import Memmap
+from dsa.backends.zarr import Zarr
+from dsa.backends.zarr_compressed import OVERLAY_BYTES
+from dsa.rules.init import FromArray, Initializer
+from dsa.schema import Schema
+from dsa.state.metadata import DURABILITIES
+
+__all__ = ["Durability", "Layout", "Queue", "Storage", "StorageChoice", "TableSpec", "is_part_of"]
+
+Layout = Memmap | Zarr
+"""Which backend keeps the records, and how."""
+
+Durability = Literal["process", "power", "none"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """A table as the caller asks for it.
+
+    Args:
+        name: Any non-empty string.
+        schema: Layout of a record.
+        source: The rule or the array that gives the first weights.
+        k: Curvature magnitude.
+        second_moment: The meaning of ``v``.
+        init_max_norm_fraction: See `dsa.state.table.Table`.
+    """
+
+    name: str
+    schema: Schema
+    source: Initializer | FromArray
+    k: float
+    second_moment: str
+    init_max_norm_fraction: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Write-behind, see `dsa.backends.writer.WriteBehind`.
+
+    Args:
+        max_size: Batches that may wait.
+        put_timeout: Seconds to wait for room.
+    """
+
+    max_size: int = 150
+    put_timeout: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.max_size < 1:
+            raise ValueError(f"max_queue_size={self.max_size!r} is out of range: pass at least 1")
+        if not self.put_timeout >= 0.0:
+            raise ValueError(
+                f"put_timeout={self.put_timeout!r} is out of range: pass a number of seconds >= 0"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a state is stored.
+
+    Args:
+        allocate: ``"reserve"`` or ``"sparse"``, see `MemmapBackend.create`.
+        backend: The backend of new tables; None is memmap, or what the state has already.
+        queue: How writes are queued for a thread; None writes them in the step.
+        durability: ``"process"``: a step that has returned survives the process. ``"power"``: it survives a
+            loss of power. ``"none"``: no journal; a killed process may leave a torn step behind.
+    """
+
+    allocate: Allocate = "reserve"
+    backend: Layout | None = None
+    durability: Durability = "process"
+    queue: Queue | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The backend of new tables."""
+        return Memmap() if self.backend is None else self.backend
+
+    @property
+    def overlay_bytes(self) -> int:
+        """Bytes of new records that are collected before they are written; 0 when they are not."""
+        layout = self.layout
+        if isinstance(layout, Memmap) or layout.compression is None:
+            return 0
+        return layout.overlay_bytes or OVERLAY_BYTES
+
+
+def is_part_of(asked: Layout, opened: Layout | None) -> bool:
+    """Tell whether a layout asks for nothing but what another one, memmap when None, is."""
+    whole = Memmap() if opened is None else opened
+    if type(asked) is not type(whole):
+        return False
+    if isinstance(asked, Zarr) and isinstance(whole, Zarr) and asked.compression != whole.compression:
+        return False
+    options = [each.name for each in fields(asked)]
+    return all(getattr(asked, name) in (None, getattr(whole, name)) for name in options)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StorageChoice:
+    """Storage options of which some are left to the default, or to whoever opens the directory first.
+
+    Args:
+        allocate: See `Storage`; likewise the others.
+        backend: See `Storage`.
+        durability: See `Storage`.
+        queue: See `Storage`.
+    """
+
+    allocate: Allocate | None = None
+    backend: Layout | None = None
+    durability: Durability | None = None
+    queue: Queue | None = None
+
+    def complete(self) -> Storage:
+        """Return the options with the defaults filled in.
+
+        Raises:
+            ValueError: an option is not known.
+        """
+        if self.durability is not None and self.durability not in DURABILITIES:
+            raise ValueError(f"durability={self.durability!r} is not known: use one of {DURABILITIES}")
+        if self.allocate not in (None, "reserve", "sparse"):
+            raise ValueError(f"allocate={self.allocate!r} is not known: use 'reserve' or 'sparse'")
+        return Storage(self.allocate or "reserve", self.backend, self.durability or "process", self.queue)

@@ -1,0 +1,279 @@
+"""One parameter's rows: their backend, the rule for untouched ones, and the space they live in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.backends.base import StateBackend
+from dsa.backends.writer import WriteBehind
+from dsa.errors import CorruptRowError
+from dsa.kernels.checks import describe_fault, first_implausible
+from dsa.kernels.threads import run_slices
+from dsa.rules.init import Initializer
+from dsa.rules.manifolds import Manifold, manifold_of
+from dsa.schema import TORN, Records, Rows
+from dsa.state.content import TableContent
+
+__all__ = [
+    "HeldWeights",
+    "Table",
+    "blank_records",
+    "clip_norms",
+    "content_of",
+    "corrupt_row",
+    "describe_table",
+    "fill_untouched",
+    "implausible_rows",
+    "lost_rows",
+    "outside_rows",
+    "read_records",
+    "read_weights",
+    "require_plausible",
+    "stamp_of",
+]
+
+Weights = NDArray[np.float32]
+
+
+class HeldWeights(Protocol):
+    """Weights of a table that are in memory: a module's parameter."""
+
+    def take(self, rows: Rows) -> Weights:
+        """Return copies of some rows, ``(B, D)`` float32."""
+        ...
+
+    def put(self, rows: Rows, weights: Weights) -> None:
+        """Replace some rows."""
+        ...
+
+    def require_writable(self) -> None:
+        """Raise `ValueError` when they can't be replaced."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return what tells these weights from others; an empty string when they are gone."""
+        ...
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Table:
+    """A table that is open.
+
+    Args:
+        name: The user's name for it.
+        backend: Where its records are.
+        initializer: The rule for rows that were never written, or None when every row was written at
+            creation.
+        second_moment: The meaning of ``v``: ``"coordinate"``, ``"frame"`` or ``"row"``.
+        init_max_norm_fraction: Largest norm of a fresh row on the ball, as a fraction of its radius.
+        k: Curvature magnitude; the space has curvature -k.
+        steps: Optimizer steps in which the table took part.
+        writer: The write queue when `backend` is one, else None.
+        rows_read: Rows read since the table was opened.
+        rows_written: Rows handed to the backend since then.
+        generation: How often the file was replaced as a whole, see `dsa.state.metadata.table_file_name`.
+        held: The weights, where they are in memory and not in the records.
+        awaited: The fingerprint of the weights in memory that go with the moments, until it is seen that they
+            do: an empty string when it is not known, None when nothing is to be seen to.
+    """
+
+    name: str
+    backend: StateBackend
+    initializer: Initializer | None
+    second_moment: str
+    init_max_norm_fraction: float
+    k: float
+    steps: int = 0
+    writer: WriteBehind | None = None
+    rows_read: int = 0
+    rows_written: int = 0
+    generation: int = 0
+    held: HeldWeights | None = None
+    awaited: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.backend)
+
+    @property
+    def dim(self) -> int:
+        """Elements of a row."""
+        return self.backend.schema.dim
+
+    def take_over(self, other: Table) -> None:
+        """Become another table, but for the name and the weights in memory; counts of use are added up."""
+        for name in ("backend", "initializer", "second_moment", "init_max_norm_fraction", "k", "steps"):
+            setattr(self, name, getattr(other, name))
+        self.writer, self.generation = other.writer, other.generation
+        self.rows_written += other.rows_written
+
+    @property
+    def space(self) -> Manifold:
+        """The manifold of curvature -k."""
+        return manifold_of(self.k)
+
+
+def read_records(table: Table, rows: Rows, out: Records | None = None) -> Records:
+    """Return the records of `rows`; one that was never written has its initial weight and stamp 0.
+
+    The stored values are not judged here: the update does that in its own pass, `read_weights` for everyone
+        else.
+
+    Args:
+        table: The table.
+        rows: ``(B,)`` int64, strictly increasing, inside the table.
+        out: ``(B,)`` records to fill and return; new ones when None.
+    """
+    records = table.backend.read(rows, out)
+    count = len(rows)
+    table.rows_read += count  # several threads do this; no call stands between reading and storing the count
+    return fill_untouched(table, rows, records)
+
+
+def fill_untouched(table: Table, rows: Rows, records: Records) -> Records:
+    """Give the records that were never written their initial weights, in place.
+
+    Without a rule every row was written once: one that says otherwise was lost, and is marked as `TORN`.
+    """
+    if table.initializer is None:
+        if "w" in table.backend.schema.names:
+            records["s"][records["s"] == 0] = TORN
+        return records
+    untouched = np.flatnonzero(records["s"] == 0)
+    if len(untouched):
+        table.initializer.fill(rows[untouched], records["w"], untouched)
+        if table.k > 0.0:
+            limit = table.init_max_norm_fraction / math.sqrt(table.k)
+            records["w"][untouched] = clip_norms(records["w"][untouched], limit)
+    return records
+
+
+def clip_norms(weights: Weights, limit: float) -> Weights:
+    """Scale each row whose norm exceeds `limit` down to it."""
+    wide = weights.astype(np.float64)
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    clipped = wide * np.minimum(1.0, limit / np.maximum(norms, np.finfo(np.float64).tiny))
+    return np.asarray(clipped, dtype=np.float32)
+
+
+def read_weights(table: Table, rows: Rows) -> Weights:
+    """Return the weights ``(B, D)`` of `rows`, brought into the ball.
+
+    Raises:
+        CorruptRowError: a stored row holds implausible values.
+    """
+    weights = np.empty((len(rows), table.dim), np.float32)
+
+    def read(start: int, stop: int) -> None:
+        records = read_records(table, rows[start:stop])
+        position = first_implausible(records)
+        if position >= 0:
+            raise corrupt_row(table, rows[start:stop], records, position)
+        weights[start:stop] = records["w"]
+
+    run_slices(read, len(rows))
+    if table.k == 0.0:
+        return weights
+    return table.space.project(weights.astype(np.float64))[0].astype(np.float32)
+
+
+def corrupt_row(table: Table, rows: Rows, records: Records, position: int) -> CorruptRowError:
+    """Return the error that explains an implausible record."""
+    return CorruptRowError(
+        f"row {int(rows[position])} of table {table.name!r} can't be used: "
+        f"{describe_fault(records, position)}; restore the table from a checkpoint or copy, or call "
+        f"reproject_all({table.name!r}), which resets such rows"
+    )
+
+
+def implausible_rows(records: Records) -> NDArray[np.bool_]:
+    """Tell which records hold implausible values, ``(B,)`` bool."""
+    broken = np.zeros(len(records), dtype=np.bool_)
+    start = 0
+    while (position := first_implausible(records[start:])) >= 0:
+        start += position + 1
+        broken[start - 1] = True
+    return broken
+
+
+def outside_rows(records: Records, k: float) -> NDArray[np.bool_]:
+    """Tell which records have a weight outside the ball of curvature -k, ``(B,)`` bool."""
+    if k == 0.0 or "w" not in (records.dtype.names or ()):
+        return np.zeros(len(records), np.bool_)
+    squares = np.einsum("ij,ij->i", records["w"], records["w"], dtype=np.float64)
+    return np.asarray(k * squares > 1.0)
+
+
+def lost_rows(records: Records, ruled: bool) -> NDArray[np.bool_]:
+    """Tell which records say that they were never written in a table whose rows all were, ``(B,)`` bool.
+
+    Args:
+        records: The records.
+        ruled: Whether the table has a rule for first weights, so that a row need not be written.
+    """
+    if ruled or "w" not in (records.dtype.names or ()):
+        return np.zeros(len(records), np.bool_)
+    return np.asarray(records["s"] == 0)
+
+
+def require_plausible(table: Table, first: int, records: Records) -> None:
+    """Raise `CorruptRowError` when one of the records of the rows from `first` on is implausible."""
+    position = first_implausible(records)
+    if position >= 0:
+        raise corrupt_row(table, np.arange(first, first + len(records)), records, position)
+
+
+def stamp_of(step: int) -> int:
+    """Return the stamp of a record written in a step: one more, as far as an int32 goes."""
+    return min(step + 1, 2**31 - 1)
+
+
+def blank_records(table: Table, rows: int, stamp: int) -> Records:
+    """Return records with zero weights, moments and counters, stamped as written."""
+    records = np.zeros(rows, table.backend.schema.dtype)
+    records["s"] = stamp
+    return records
+
+
+def describe_table(table: Table, *, closing: bool = False) -> dict[str, Any]:
+    """Return the part of the metadata that belongs to a table.
+
+    Args:
+        table: The table.
+        closing: Whether nothing more will happen to it: weights in memory are then told by a fingerprint.
+    """
+    held = table.awaited if table.awaited is not None else ""
+    if closing and table.held is not None and table.awaited is None:
+        held = table.held.fingerprint()
+    return {
+        **({} if "w" in table.backend.schema.names else {"weights": held}),
+        "name": table.name,
+        "k": table.k,
+        "steps": table.steps,
+        "second_moment": table.second_moment,
+        "init_max_norm_fraction": table.init_max_norm_fraction,
+        "init": None if table.initializer is None else table.initializer.to_json(),
+        "generation": table.generation,
+        "backend": table.backend.describe(),
+    }
+
+
+def content_of(table: Table) -> TableContent:
+    """Return a table as what is copied from one place to another, with the records as they are stored."""
+    backend = table.backend
+    return TableContent(
+        table.name,
+        len(table),
+        backend.schema,
+        lambda: backend.scan(0, len(backend)),
+        table.k,
+        table.steps,
+        table.second_moment,
+        table.init_max_norm_fraction,
+        table.initializer,
+    )
