@@ -5,7 +5,7 @@ written is compressed. A write costs more than with the built-in backends, since
 is read, changed and compressed anew. That suits a table that is kept, moved or served rather than trained:
 `main` packs a trained table into such a file and looks rows up in it.
 
-`dsa.testing.BackendConformance` passes it, see ``tests/test_own_backend.py``.
+`dsa.testing.BackendConformance` passes it, see ``tests/examples/test_own_backend.py``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from dsa.errors import (
 from dsa.state.legacy import legacy_files, read_legacy
 from dsa.state.migration import SET_ASIDE
 
-GOLDEN = Path(__file__).parent / "golden" / "legacy"
+GOLDEN = Path(__file__).parents[1] / "golden" / "legacy"
 RELEASES = ["0.1.0", "0.2.0", "0.3.0"]
 SHAPES = {table.name: (table.rows, table.schema.dim) for table in read_legacy(GOLDEN / "0.3.0").tables}
 

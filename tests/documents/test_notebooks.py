@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 import dsa
 
-NOTEBOOKS = {path.stem: path for path in (Path(__file__).parents[1] / "notebooks").glob("*.ipynb")}
+NOTEBOOKS = {path.stem: path for path in (Path(__file__).parents[2] / "notebooks").glob("*.ipynb")}
 
 # What replaces the numbers of the cell tagged "parameters".
 SMALL = {

@@ -24,7 +24,7 @@ from dsa.errors import (
 from dsa.schema import adam_schema
 from dsa.state.legacy import find_legacy, read_legacy
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 LEGACY = GOLDEN / "legacy"
 
 

@@ -307,7 +307,7 @@ def test_a_damaged_chunk_stops_a_step_and_changes_nothing(tmp_path):
 
 CHILD = """
 import os, signal, sys
-sys.path.insert(0, {here!r})
+sys.path[:0] = {here!r}
 from pathlib import Path
 import test_zarr_state as module
 optimizer = module.build(Path(sys.argv[1]), backend=module.BACKENDS[sys.argv[2]], durability=sys.argv[3])
@@ -322,7 +322,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 )
 def test_a_killed_process_loses_no_step(tmp_path, expected, backend, durability):
     """Without a journal, a table of compressed shards stands at its last drain, and every shard is whole."""
-    code = CHILD.format(here=str(Path(__file__).parent))
+    code = CHILD.format(here=[str(directory) for directory in Path(__file__).parents[:2]])
     command = [sys.executable, "-c", code, str(tmp_path), backend, durability]
     done = subprocess.run(command, timeout=300, check=False, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr

@@ -180,7 +180,7 @@ def make(path, copy=None, **options):
 
 def child(code, root, configurations, seeds):
     """Run code in a child that must end by itself; return what surprised it."""
-    paths = map(str, [Path(dsa.__file__).parents[1], Path(__file__).parent])
+    paths = map(str, [Path(dsa.__file__).parents[1], Path(__file__).parents[1]])
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + code, root, json.dumps(configurations), str(seeds)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},

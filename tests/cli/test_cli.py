@@ -19,7 +19,7 @@ from dsa.cli.commands.wording import in_options
 from dsa.errors import DiskSpaceError, StateExistsError, StateWarning, notify
 
 ROOT = Path(dsa.__file__).parents[1]
-PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 COMMANDS = list(cli.COMMANDS)
 OLD = ["demo", "bench"]
 

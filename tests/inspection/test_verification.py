@@ -210,7 +210,7 @@ KILLED = """
 
 def kill(path, durability):
     code = textwrap.dedent(KILLED).format(
-        tests=str(Path(__file__).parent), path=str(path), durability=durability
+        tests=str(Path(__file__).parents[1]), path=str(path), durability=durability
     )
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == -signal.SIGKILL

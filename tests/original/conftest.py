@@ -1,3 +1,0 @@
-"""`tests/test_original_programs.py` runs these programs; collecting tests must not import them."""
-
-collect_ignore_glob = ["*.py"]
