@@ -15,7 +15,8 @@ __all__ = ["error_list"]
 
 def error_list() -> str:
     """Return a section for each class of `dsa.errors`, as Markdown."""
-    kinds = [value for value in vars(errors).values() if getattr(value, "__module__", "") == errors.__name__]
+    values = vars(errors).values()
+    kinds = [each for each in values if isinstance(each, type) and each.__module__ == errors.__name__]
     texts: dict[str, set[str]] = {kind.__name__: set() for kind in kinds}
     for message in collect():
         texts.setdefault(message.kind, set()).add(message.text)

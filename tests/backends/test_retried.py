@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dsa import DiskSparseRiemannianAdam, init, system
+from dsa import DiskSparseRiemannianAdam, init
+from dsa.backends import system
 from dsa.checkpoint import exchange, open_checkpoint
 
 CALLS = ["replace", "rename"]

@@ -15,7 +15,8 @@ import torch
 from current_files import table_file
 
 import dsa
-from dsa import DiskSparseRiemannianAdam, init, system
+from dsa import DiskSparseRiemannianAdam, init
+from dsa.backends import system
 from dsa.errors import DiskSpaceError, StateCorruptError, StateError, StateLockedError
 
 ROWS, DIM = 3_000, 4
@@ -109,7 +110,8 @@ for name in ("posix_fadvise", "posix_fallocate", "fdatasync", "sched_getaffinity
         delattr(os, name)
 for name in [name for name in dir(mmap) if name.startswith("MADV_")]:
     delattr(mmap, name)
-from dsa import DiskSparseRiemannianAdam, init, system
+from dsa import DiskSparseRiemannianAdam, init
+from dsa.backends import system
 assert system.fcntl is None and system.resource is None
 for resume in (None, True):
     tables = {"a": init.Zeros(2000, 3)}

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 import dsa
-from dsa import cli
+from dsa.cli import program
 from dsa.cli.commands.wording import in_options
 from dsa.errors import DiskSpaceError, StateExistsError, StateWarning, notify
 
 ROOT = Path(dsa.__file__).parents[1]
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-COMMANDS = list(cli.COMMANDS)
+COMMANDS = list(program.COMMANDS)
 OLD = ["demo", "bench"]
 
 
@@ -39,7 +39,7 @@ def run(*arguments, **options):
 def leave(capsys, *arguments):
     """Run arguments that argparse answers itself; return the exit code and the two outputs."""
     with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
+        program.main(list(arguments))
     out, err = capsys.readouterr()
     return caught.value.code, out, err
 
@@ -50,7 +50,7 @@ def command(monkeypatch):
 
     def replace(function):
         for name in COMMANDS:
-            monkeypatch.setattr(f"{cli.COMMANDS[name].module}.run", function)
+            monkeypatch.setattr(f"{program.COMMANDS[name].module}.run", function)
 
     return replace
 
@@ -97,7 +97,7 @@ def test_every_option_of_a_command_is_explained(capsys, name):
     code, out, err = leave(capsys, name, "--help")
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: dsa {name}")
-    for action in cli._parser(name)._subparsers._group_actions[0].choices[name]._actions:
+    for action in program._parser(name)._subparsers._group_actions[0].choices[name]._actions:
         assert action.help, f"{name} {action.dest} has no help"
 
 
@@ -133,7 +133,7 @@ def test_errors_become_a_message_and_an_exit_code(capsys, command, name, error):
         raise error
 
     command(fail)
-    assert cli.main([name, *ARGUMENTS[name]]) == (1 if name in OLD else 2)
+    assert program.main([name, *ARGUMENTS[name]]) == (1 if name in OLD else 2)
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"dsa {name}: {in_options(str(error))}\n")
 
@@ -144,7 +144,7 @@ def test_ctrl_c_is_a_line_and_an_exit_code(capsys, command, name):
         raise KeyboardInterrupt
 
     command(interrupt)
-    assert cli.main([name, *ARGUMENTS[name]]) == 130
+    assert program.main([name, *ARGUMENTS[name]]) == 130
     assert capsys.readouterr() == ("", f"dsa {name}: interrupted\n")
 
 
@@ -156,7 +156,7 @@ def test_warnings_are_lines(capsys, command):
     command(warn)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        assert cli.main(["demo"]) == 0
+        assert program.main(["demo"]) == 0
     assert capsys.readouterr() == ("", "dsa demo: warning: the state was migrated: look at it\n")
     assert warnings.showwarning.__module__ != "dsa.cli.program"
 
@@ -170,7 +170,7 @@ def test_errors_of_a_store_have_no_traceback(capsys, command):
         raise NoCredentialsError("Unable to locate credentials")
 
     command(fail)
-    assert cli.main(["verify", "s3://bucket/x"]) == 2
+    assert program.main(["verify", "s3://bucket/x"]) == 2
     assert capsys.readouterr() == (
         "",
         "dsa verify: NoCredentialsError: Unable to locate credentials\n",
@@ -183,7 +183,7 @@ def test_the_same_without_a_store_is_a_fault(command):
 
     command(fail)
     with pytest.raises(NoCredentialsError):
-        cli.main(["verify", "x"])
+        program.main(["verify", "x"])
 
 
 def test_a_missing_package_is_an_error(capsys, command):
@@ -191,7 +191,7 @@ def test_a_missing_package_is_an_error(capsys, command):
         raise ImportError("Install s3fs to access S3")
 
     command(fail)
-    assert cli.main(["verify", "s3://bucket/x"]) == 2
+    assert program.main(["verify", "s3://bucket/x"]) == 2
     assert capsys.readouterr().err == "dsa verify: Install s3fs to access S3\n"
 
 
@@ -202,21 +202,21 @@ def test_faults_of_the_program_keep_their_traceback(command, error):
 
     command(fail)
     with pytest.raises(type(error)):
-        cli.main(["demo"])
+        program.main(["demo"])
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])
 def test_the_exit_code_is_the_commands(command, code):
     command(lambda _: code)
     for name in COMMANDS:
-        assert cli.main([name, *ARGUMENTS[name]]) == code
+        assert program.main([name, *ARGUMENTS[name]]) == code
 
 
 def test_arguments_come_from_the_command_line(monkeypatch, command, capsys):
     seen = []
     command(lambda parsed: seen.append(parsed.command) or 0)
     monkeypatch.setattr(sys, "argv", ["dsa", "bench"])
-    assert cli.main() == 0
+    assert program.main() == 0
     assert seen == ["bench"]
     assert capsys.readouterr() == ("", "")
 
@@ -233,7 +233,7 @@ def test_as_a_module(tmp_path):
 def test_the_script_of_the_wheel_is_this_function():
     project = tomllib.loads(PROJECT.read_text())["project"]
     module, function = project["scripts"]["dsa"].split(":")
-    assert getattr(sys.modules[module], function) is cli.main
+    assert getattr(sys.modules[module], function) is program.main
 
 
 HEAVY = ("torch", "numba", "numpy", "zarr", "fsspec", "rich", "tqdm", "matplotlib")

@@ -13,11 +13,11 @@ import pytest
 from story import GOLDEN, ROWS, STEPS, batch, build, flip, listing, tell
 
 import dsa
-from dsa import cli
+from dsa.cli import program
 from dsa.errors import DSAWarning
 from dsa.inspection import open_state
 
-NEW = [name for name in cli.COMMANDS if name not in ("demo", "bench")]
+NEW = [name for name in program.COMMANDS if name not in ("demo", "bench")]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def run(folder, capsys):
         capsys.readouterr()
         with warnings.catch_warnings():
             warnings.simplefilter("always", DSAWarning)
-            code = cli.main(shlex.split(line))
+            code = program.main(shlex.split(line))
         return code, *capsys.readouterr()
 
     return run
@@ -57,7 +57,7 @@ def shard_of(checkpoint, table, field):
 
 def help_of(name, capsys):
     with pytest.raises(SystemExit):
-        cli.main([name, "--help"])
+        program.main([name, "--help"])
     return capsys.readouterr().out
 
 
@@ -77,21 +77,21 @@ def process(*arguments, **options):
     )
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", program.COMMANDS)
 def test_help_shows_examples(capsys, name):
     shown = help_of(name, capsys)
     after = shown.partition("\nexamples:\n")[2].splitlines()
-    assert tuple(line.strip() for line in after) == cli.COMMANDS[name].examples
-    assert cli.COMMANDS[name].examples
-    for example in cli.COMMANDS[name].examples:
-        program, *given = shlex.split(example)
-        assert program == "dsa"
-        assert cli._parser(name).parse_args(given).command == name
+    assert tuple(line.strip() for line in after) == program.COMMANDS[name].examples
+    assert program.COMMANDS[name].examples
+    for example in program.COMMANDS[name].examples:
+        word, *given = shlex.split(example)
+        assert word == "dsa"
+        assert program._parser(name).parse_args(given).command == name
 
 
 def test_the_examples_work_one_after_the_other(run, tmp_path):
     for name in NEW:
-        for example in cli.COMMANDS[name].examples:
+        for example in program.COMMANDS[name].examples:
             line = example.removeprefix("dsa ").replace("s3://", "memory://examples/")
             line = line.replace("/media/backup", str(tmp_path / "media"))
             code, out, err = run(line)
@@ -383,7 +383,7 @@ def test_migrate(run, folder):
 )
 def test_wrong_usage(capsys, line, words):
     with pytest.raises(SystemExit) as caught:
-        cli.main(shlex.split(line))
+        program.main(shlex.split(line))
     out, err = capsys.readouterr()
     assert (caught.value.code, out) == (2, "")
     assert words in err

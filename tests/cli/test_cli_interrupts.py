@@ -15,7 +15,8 @@ import pytest
 from story import listing, tell
 
 import dsa
-from dsa import DiskSparseRiemannianAdam, cli, init
+from dsa import DiskSparseRiemannianAdam, init
+from dsa.cli import program
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(dsa.__file__).parents[1])}
 
@@ -73,7 +74,7 @@ def interrupting(progress, total, what):
 def test_nothing_is_left(folder, capsys, monkeypatch, line):
     monkeypatch.setattr(f"{INTERRUPTED[line]}.metered", interrupting)
     before = {name: raw for name, (raw, _) in listing(folder).items()}
-    assert cli.main(shlex.split(line)) == 130
+    assert program.main(shlex.split(line)) == 130
     out, err = capsys.readouterr()
     name = line.partition(" ")[0]
     assert (out, err) == ("", f"dsa {name}: interrupted\n")
@@ -86,8 +87,8 @@ def test_nothing_is_left(folder, capsys, monkeypatch, line):
     assert not list((folder / "empty").iterdir())
     monkeypatch.undo()
     monkeypatch.chdir(folder)
-    assert cli.main(["verify", "run"]) == 0
-    assert cli.main(shlex.split(line)) == (1 if name == "diff" else 0)
+    assert program.main(["verify", "run"]) == 0
+    assert program.main(shlex.split(line)) == (1 if name == "diff" else 0)
     dsa.checkpoint.places.fsspec.filesystem("memory").store.clear()
 
 

@@ -17,7 +17,8 @@ import torch
 from harness import Child, messages
 
 import dsa
-from dsa import DiskSparseRiemannianAdam, init, system
+from dsa import DiskSparseRiemannianAdam, init
+from dsa.backends import system
 from dsa.errors import StateClosedError, StateLockedError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")

@@ -30,11 +30,11 @@ PUBLIC = [
     "dsa.backends.zarr",
     "dsa.backends.zarr_compressed",
     "dsa.inspection.comparison",
-    "dsa.conventions",
+    "dsa.rules.conventions",
     "dsa.errors",
     "dsa.state.estimation",
-    "dsa.init",
-    "dsa.manifolds",
+    "dsa.rules.init",
+    "dsa.rules.manifolds",
     "dsa.optimizers.sparse_riemannian_adam",
     "dsa.schema",
     "dsa.testing",
@@ -66,9 +66,12 @@ def test_names_are_imported_when_they_are_used():
     for node in block.body:
         for alias in node.names:
             told[alias.asname or alias.name] = (node.module, alias.name)
-    submodules = {name for name, home in told.items() if home[0] == "dsa"}
+    submodules = {name for name, home in told.items() if ".".join(home) in MODULES or home[0] == "dsa"}
     assert set(told) == set(dsa.__all__)
     assert {name: home for name, home in told.items() if name not in submodules} == dsa._HOMES
+    assert {name: ".".join(told[name]) for name in submodules} == {
+        name: dsa._MODULES.get(name, f"dsa.{name}") for name in submodules
+    }
     for name in dsa.__all__:
         assert getattr(dsa, name) is not None
         assert inspect.ismodule(getattr(dsa, name)) == (name in submodules)
@@ -87,7 +90,7 @@ def test_importing_the_package_costs_nothing():
         "print(dsa.conventions.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]", "dsa.conventions"]
+    assert done.stdout.split() == ["[]", "dsa.rules.conventions"]
     with pytest.raises(AttributeError, match=r"no attribute 'nothing': use one of dsa\.__all__"):
         _ = dsa.nothing
     with pytest.raises(ImportError, match="nothing"):
@@ -262,9 +265,9 @@ def test_annotations_can_be_looked_up(name):
     "name",
     [
         "dsa",
-        "dsa.conventions",
+        "dsa.rules.conventions",
         "dsa.state.estimation",
-        "dsa.init",
+        "dsa.rules.init",
         "dsa.optimizers.sparse_riemannian_adam",
         "dsa.schema",
     ],

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dsa import cli
+from dsa.cli import program
 
 STORY = """
 import sys, numpy as np
@@ -36,10 +36,10 @@ def story(tmp_path_factory):
 
 MANY = """
 import sys, shlex
-from dsa import cli
+from dsa.cli import program
 for line in sys.argv[1:]:
     try:
-        code = cli.main(shlex.split(line))
+        code = program.main(shlex.split(line))
     except SystemExit as end:
         code = end.code
     print(f"<{code}>", flush=True)
@@ -78,5 +78,5 @@ def test_errors_survive_a_console(story, encoding):
 def test_the_caller_of_main_gets_the_console_back(story, capsys, monkeypatch):
     console = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", console)
-    assert cli.main(["verify", str(story / "数据")]) == 0
+    assert program.main(["verify", str(story / "数据")]) == 0
     assert console.errors == "strict"

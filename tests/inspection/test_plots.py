@@ -216,7 +216,7 @@ def test_without_matplotlib(monkeypatch):
 
 def test_what_is_heavy_is_imported_when_it_is_needed():
     code = (
-        "import sys, dsa, dsa.plots, dsa.inspection;"
+        "import sys, dsa, dsa.inspection.plots;"
         "print([name for name in ('matplotlib', 'xarray', 'rich', 'pandas') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsa import DiskSparseAdam, DiskSparseRiemannianAdam, init, memory
+from dsa import DiskSparseAdam, DiskSparseRiemannianAdam, init
+from dsa.optimizers import memory
 from dsa.optimizers.resident import ParameterWeights
 
 ROWS, DIM = 3_000, 4
@@ -115,7 +116,7 @@ def test_weights_whose_memory_was_freed(tmp_path):
 
 
 def test_another_storage_at_the_same_place_is_looked_at_again(monkeypatch):
-    from dsa import resident
+    from dsa.optimizers import resident
 
     looked = []
     monkeypatch.setattr(resident, "is_writable", lambda start, size: looked.append(size) or True)

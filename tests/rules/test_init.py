@@ -377,4 +377,4 @@ from dsa.rules.init import as_initializer
 assert len(list(as_initializer(np.ones((2, 2))).blocks(1))) == 2
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program, str(Path(init.__file__).parent)], check=True)
+    subprocess.run([sys.executable, "-c", program, str(Path(init.__file__).parents[1])], check=True)

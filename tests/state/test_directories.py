@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import dsa
-from dsa import DiskEmbedding, cli, init
+from dsa import DiskEmbedding, init
 from dsa.checkpoint.places import find_place
+from dsa.cli import program
 from dsa.state.directories import local_directory
 
 ADDRESSES = [
@@ -118,5 +119,5 @@ def test_addresses_of_checkpoints(given):
 )
 def test_options_of_commands(command, capsys):
     with pytest.raises(SystemExit):
-        cli.main(command.split())
+        program.main(command.split())
     assert "is an address and no directory" in capsys.readouterr().err

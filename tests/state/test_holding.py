@@ -15,8 +15,8 @@ from current_files import copy_as_killed, table_file
 from deaths import die, in_child
 
 import dsa
-from dsa import DiskSparseRiemannianAdam, init, system
-from dsa.backends import Zarr
+from dsa import DiskSparseRiemannianAdam, init
+from dsa.backends import Zarr, system
 from dsa.errors import StateCorruptError, StateError, StateLockedError, StateMovedError, StateWarning
 from dsa.state.holding import LOCK_NAME, HeldDirectory
 from dsa.state.metadata import read_metadata

@@ -12,8 +12,8 @@ from current_files import table_file
 from deaths import deaths, die, in_child
 
 import dsa
-from dsa import DiskEmbedding, DiskSparseAdam, DiskSparseRiemannianAdam, init, system
-from dsa.backends import Zarr
+from dsa import DiskEmbedding, DiskSparseAdam, DiskSparseRiemannianAdam, init
+from dsa.backends import Zarr, system
 from dsa.errors import (
     DiskSpaceError,
     StateClosedError,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dsa
-from dsa import cli
+from dsa.cli import program
 from dsa.cli.demo import picture
 
 ROOT = Path(dsa.__file__).parents[1]
@@ -45,7 +45,7 @@ def test_a_run_prints_draws_and_saves(place, capsys):
         "--second-moment",
         "frame",
     )
-    assert cli.main(arguments(place, *more)) == 0
+    assert program.main(arguments(place, *more)) == 0
     out, err = capsys.readouterr()
     assert err.replace(COMPILING, "") == ""
     assert "40 nodes, 102 edges\n" in out
@@ -68,7 +68,10 @@ def test_a_run_prints_draws_and_saves(place, capsys):
 
 
 def test_mammals_are_the_default(tmp_path, capsys):
-    assert cli.main(["demo", "--epochs", "1", "--disk-dir", str(tmp_path / "run"), "--eval-nodes", "50"]) == 0
+    assert (
+        program.main(["demo", "--epochs", "1", "--disk-dir", str(tmp_path / "run"), "--eval-nodes", "50"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert out.startswith("1,182 nodes, 6,542 edges\n")
     assert "(over a sample of 50 of " in out
@@ -77,19 +80,19 @@ def test_mammals_are_the_default(tmp_path, capsys):
 def test_what_was_dropped_is_told(tmp_path, capsys):
     (tmp_path / "edges.tsv").write_text("a\tb\nb\tb\na\tb\nc\tb\n")
     edges = ["--edges", str(tmp_path / "edges.tsv"), "--disk-dir", str(tmp_path / "run")]
-    assert cli.main(["demo", *edges, *QUICK]) == 0
+    assert program.main(["demo", *edges, *QUICK]) == 0
     assert capsys.readouterr().out.startswith(
         "3 nodes, 2 edges, 1 self-loops left out, 1 repeated edges left out\n"
     )
 
 
 def test_a_directory_is_not_replaced_by_accident(place, capsys):
-    assert cli.main(arguments(place, "--save", place / "first.npz")) == 0
-    assert cli.main(arguments(place, "--seed", "1")) == 1
+    assert program.main(arguments(place, "--save", place / "first.npz")) == 0
+    assert program.main(arguments(place, "--seed", "1")) == 1
     assert "pass --resume to continue it, --fresh to start over" in capsys.readouterr().err
-    assert cli.main(arguments(place, "--resume", "--save", place / "again.npz")) == 0
+    assert program.main(arguments(place, "--resume", "--save", place / "again.npz")) == 0
     assert vectors(place / "again.npz")[1].tobytes() == vectors(place / "first.npz")[1].tobytes()
-    assert cli.main(arguments(place, "--fresh", "--seed", "1", "--save", place / "other.npz")) == 0
+    assert program.main(arguments(place, "--fresh", "--seed", "1", "--save", place / "other.npz")) == 0
     assert vectors(place / "other.npz")[1].tobytes() != vectors(place / "first.npz")[1].tobytes()
 
 
@@ -102,16 +105,16 @@ def test_a_directory_is_not_replaced_by_accident(place, capsys):
     ],
 )
 def test_a_run_is_not_resumed_as_another(place, capsys, more, message):
-    assert cli.main(arguments(place)) == 0
-    assert cli.main(arguments(place, "--resume", *more)) == 1
+    assert program.main(arguments(place)) == 0
+    assert program.main(arguments(place, "--resume", *more)) == 1
     assert message in capsys.readouterr().err
 
 
 def test_a_run_is_not_resumed_with_another_graph(place, capsys):
-    assert cli.main(arguments(place)) == 0
+    assert program.main(arguments(place)) == 0
     with (place / "edges.tsv").open("a") as file:
         file.write("\nn99\tn3")
-    assert cli.main(arguments(place, "--resume")) == 1
+    assert program.main(arguments(place, "--resume")) == 1
     assert "trained on another graph" in capsys.readouterr().err
 
 
@@ -126,7 +129,7 @@ def test_a_run_is_not_resumed_with_another_graph(place, capsys):
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_made(place, capsys, more, message):
-    assert cli.main(arguments(place, *more)) == 1
+    assert program.main(arguments(place, *more)) == 1
     assert message in capsys.readouterr().err
     assert not (place / "run").exists()
 
@@ -134,17 +137,17 @@ def test_what_cannot_work_is_refused_before_anything_is_made(place, capsys, more
 def test_a_cycle_is_refused_with_closure_only(place, capsys):
     with (place / "edges.tsv").open("a") as file:
         file.write("\nn0\tn5")
-    assert cli.main(arguments(place)) == 1
+    assert program.main(arguments(place)) == 1
     assert "the edges form a cycle of 3: " in capsys.readouterr().err
-    assert cli.main([word for word in arguments(place) if word != "--closure"]) == 0
+    assert program.main([word for word in arguments(place) if word != "--closure"]) == 0
 
 
 def test_without_matplotlib_there_is_no_picture(place, capsys, monkeypatch):
     monkeypatch.setattr(picture, "available", lambda: False)
-    assert cli.main(arguments(place)) == 0
+    assert program.main(arguments(place)) == 0
     assert "no picture: matplotlib isn't installed (pip install matplotlib)" in capsys.readouterr().out
     assert not (place / "run" / "ball.png").exists()
-    assert cli.main(arguments(place, "--fresh", "--picture", place / "p.png")) == 1
+    assert program.main(arguments(place, "--fresh", "--picture", place / "p.png")) == 1
     assert "--picture needs matplotlib" in capsys.readouterr().err
 
 
@@ -170,6 +173,6 @@ def test_an_interrupted_or_killed_run_ends_the_same(place, kill):
     assert process.returncode == (-signal.SIGKILL if kill else 130)
     assert kill or "can go on: give the command again with --resume" in out
 
-    assert cli.main(arguments(place, *long, "--resume", "--save", place / "parts.npz")) == 0
-    assert cli.main(arguments(place, *long, "--save", place / "whole.npz", directory="whole")) == 0
+    assert program.main(arguments(place, *long, "--resume", "--save", place / "parts.npz")) == 0
+    assert program.main(arguments(place, *long, "--save", place / "whole.npz", directory="whole")) == 0
     assert vectors(place / "parts.npz")[1].tobytes() == vectors(place / "whole.npz")[1].tobytes()
