@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dsa.checkpoint import copy_checkpoint
 
-    store = storage_options(arguments.storage_option)
-    target_store = storage_options(arguments.target_storage_option) or store
+    store = storage_options(arguments)
+    target_store = storage_options(arguments, "target_storage_option") or store
     with shown_progress(arguments) as progress:
         url = copy_checkpoint(
             arguments.source,

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsa.cli.commands.options import add_json, add_storage_option, storage_options
+from dsa.cli.commands.options import add_base, add_work, storage_options
 from dsa.cli.commands.output import KINDS, print_json
-from dsa.cli.commands.progress import add_progress, shown_progress
+from dsa.cli.commands.progress import shown_progress
 
 if TYPE_CHECKING:
     from dsa.inspection.comparison import Comparison, FieldComparison, Side, TableComparison
@@ -29,12 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("a", metavar="A", help="a state directory, or a checkpoint at a path or a URL")
     parser.add_argument("b", metavar="B", help="another one")
-    parser.add_argument(
-        "--base", metavar="URL", help="the full checkpoint of a differential one, if it isn't beside it"
-    )
-    add_storage_option(parser, what="A and B")
-    add_progress(parser)
-    add_json(parser)
+    add_base(parser)
+    add_work(parser, "A and B")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.b,
             base=arguments.base,
             progress=progress,
-            storage_options=storage_options(arguments.storage_option),
+            storage_options=storage_options(arguments),
         )
     print_json(found.to_json()) if arguments.json else print("\n".join(_lines(found)))
     return 0 if found.same else 1

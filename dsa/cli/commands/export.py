@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 
 from dsa.cli.commands.options import (
-    add_json,
+    add_base,
+    add_compression,
     add_overwrite,
-    add_storage_option,
+    add_work,
+    export_options,
     storage_options,
 )
 from dsa.cli.commands.output import print_checkpoint
-from dsa.cli.commands.progress import add_progress, shown_progress
+from dsa.cli.commands.progress import shown_progress
 
 __all__ = ["DETAILS", "add_arguments", "run"]
 
@@ -29,26 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "url", metavar="URL", help="a new directory, or a URL of fsspec such as s3://bucket/run/step-100"
     )
-    parser.add_argument(
-        "--base",
-        metavar="URL",
-        help="a full checkpoint of this state: write only the rows that changed since",
-    )
+    add_base(parser, "a full checkpoint of this state: write only the rows that changed since")
     parser.add_argument(
         "--weights",
         action="store_true",
         help="the weights alone: as Zarr, or as one file if URL ends in .safetensors",
     )
-    parser.add_argument(
-        "--compression",
-        choices=("none", "zstd", "auto"),
-        default="none",
-        help="auto: all but weights of which less than half were ever written (none)",
-    )
+    add_compression(parser)
     add_overwrite(parser)
-    add_storage_option(parser)
-    add_progress(parser)
-    add_json(parser)
+    add_work(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         DSAError, ValueError, OSError: the message says why.
     """
-    from dsa.checkpoint.export import ExportOptions
     from dsa.checkpoint.transfer import export_directory, export_directory_weights
 
     if arguments.weights and arguments.base is not None:
@@ -65,17 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
             f"--base {arguments.base} makes a differential checkpoint, which weights alone are not: leave "
             "out one of --base and --weights"
         )
-    store = storage_options(arguments.storage_option)
     with shown_progress(arguments) as progress:
-        options = ExportOptions(
-            overwrite=arguments.overwrite,
-            compression=None if arguments.compression == "none" else arguments.compression,
-            progress=progress,
-            storage_options=store,
-        )
+        options = export_options(arguments, progress)
         if arguments.weights:
             url = export_directory_weights(arguments.state_dir, arguments.url, **options)
         else:
             url = export_directory(arguments.state_dir, arguments.url, base=arguments.base, **options)
-    print_checkpoint(url, arguments.json, store)
+    print_checkpoint(url, arguments.json, storage_options(arguments))
     return 0

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 
 from dsa.cli.commands.options import (
-    add_json,
+    add_base,
+    add_compression,
     add_overwrite,
-    add_storage_option,
+    add_work,
+    export_options,
     storage_options,
 )
 from dsa.cli.commands.output import print_checkpoint
-from dsa.cli.commands.progress import add_progress, shown_progress
+from dsa.cli.commands.progress import shown_progress
 
 __all__ = ["DETAILS", "add_arguments", "run"]
 
@@ -25,17 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("delta", metavar="DELTA", help="the differential checkpoint")
     parser.add_argument("target", metavar="DST", help="where the full checkpoint goes")
-    parser.add_argument("--base", metavar="URL", help="the full one it is relative to, if it isn't beside it")
-    parser.add_argument(
-        "--compression",
-        choices=("none", "zstd", "auto"),
-        default="none",
-        help="auto: all but weights of which less than half were ever written (none)",
-    )
+    add_base(parser, "the full one it is relative to, if it isn't beside it")
+    add_compression(parser)
     add_overwrite(parser)
-    add_storage_option(parser, what="all three")
-    add_progress(parser)
-    add_json(parser)
+    add_work(parser, "all three")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,16 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dsa.checkpoint import flatten_checkpoint
 
-    store = storage_options(arguments.storage_option)
     with shown_progress(arguments) as progress:
-        url = flatten_checkpoint(
-            arguments.delta,
-            arguments.target,
-            base=arguments.base,
-            overwrite=arguments.overwrite,
-            compression=None if arguments.compression == "none" else arguments.compression,
-            progress=progress,
-            storage_options=store,
-        )
-    print_checkpoint(url, arguments.json, store)
+        options = export_options(arguments, progress)
+        url = flatten_checkpoint(arguments.delta, arguments.target, base=arguments.base, **options)
+    print_checkpoint(url, arguments.json, storage_options(arguments))
     return 0

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from dsa.cli.commands.options import (
-    add_json,
-    add_storage,
-    add_storage_option,
-    storage_choice,
-    storage_options,
-)
+from dsa.cli.commands.options import add_base, add_storage, add_work, storage_choice, storage_options
 from dsa.cli.commands.output import print_state
-from dsa.cli.commands.progress import add_progress, shown_progress
+from dsa.cli.commands.progress import shown_progress
 
 __all__ = ["DETAILS", "add_arguments", "run"]
 
@@ -29,13 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "state_dir", metavar="STATE_DIR", help="the new state directory: absent, empty, or without tables"
     )
-    parser.add_argument(
-        "--base", metavar="URL", help="the full checkpoint of a differential one, if it isn't beside it"
-    )
+    add_base(parser)
     add_storage(parser)
-    add_storage_option(parser)
-    add_progress(parser)
-    add_json(parser)
+    add_work(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             base=arguments.base,
             storage=storage_choice(arguments),
             progress=progress,
-            storage_options=storage_options(arguments.storage_option),
+            storage_options=storage_options(arguments),
         )
     print_state(arguments.state_dir, arguments.json)
     return 0

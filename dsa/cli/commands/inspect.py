@@ -6,9 +6,9 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dsa.cli.commands.options import add_json, add_storage_option, storage_options
+from dsa.cli.commands.options import add_base, add_work, storage_options
 from dsa.cli.commands.output import KINDS, print_json
-from dsa.cli.commands.progress import add_progress, shown_progress
+from dsa.cli.commands.progress import shown_progress
 
 if TYPE_CHECKING:
     from dsa.checkpoint import Checkpoint
@@ -29,12 +29,8 @@ JSON: kind, checkpoint, global_step, tables, path, status, journal_bytes."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("url", metavar="PATH|URL", help="a state directory, or a checkpoint")
-    parser.add_argument(
-        "--base", metavar="URL", help="the full checkpoint of a differential one, if it isn't beside it"
-    )
-    add_storage_option(parser)
-    add_progress(parser)
-    add_json(parser)
+    add_base(parser)
+    add_work(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dsa.inspection.render import print_summary
     from dsa.inspection.subjects import open_subject
 
-    store = storage_options(arguments.storage_option)
+    store = storage_options(arguments)
     with (
         shown_progress(arguments) as progress,
         open_subject(arguments.url, base=arguments.base, storage_options=store) as subject,

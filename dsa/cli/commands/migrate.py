@@ -6,9 +6,9 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from dsa.cli.commands.options import add_json, add_storage, storage_choice
+from dsa.cli.commands.options import add_storage, add_work, storage_choice
 from dsa.cli.commands.output import print_state
-from dsa.cli.commands.progress import add_progress, shown_progress
+from dsa.cli.commands.progress import shown_progress
 
 __all__ = ["DETAILS", "add_arguments", "run"]
 
@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "may be repeated",
     )
     add_storage(parser)
-    add_progress(parser)
-    add_json(parser)
+    add_work(parser, store=None)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,18 +6,39 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from dsa.cli.commands.progress import add_progress
+
 if TYPE_CHECKING:
+    from dsa.checkpoint.export import ExportOptions
+    from dsa.checkpoint.meter import Progress
     from dsa.state.storage import StorageChoice
 
 __all__ = [
+    "add_base",
+    "add_compression",
     "add_json",
     "add_overwrite",
     "add_storage",
     "add_storage_option",
+    "add_work",
+    "export_options",
     "key_value",
     "storage_choice",
     "storage_options",
 ]
+
+
+def add_work(parser: argparse.ArgumentParser, store: str | None = "the URL") -> None:
+    """Add what every command has that takes a while: fsspec's options, a bar, and JSON.
+
+    Args:
+        parser: The command's.
+        store: What fsspec's options are for; None adds none.
+    """
+    if store is not None:
+        add_storage_option(parser, what=store)
+    add_progress(parser)
+    add_json(parser)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +53,39 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace a checkpoint that is there; nothing else is replaced",
     )
+
+
+def add_base(
+    parser: argparse.ArgumentParser,
+    what: str = "the full checkpoint of a differential one, if it isn't beside it",
+) -> None:
+    """Add ``--base``.
+
+    Args:
+        parser: The command's.
+        what: What it names.
+    """
+    parser.add_argument("--base", metavar="URL", help=what)
+
+
+def add_compression(parser: argparse.ArgumentParser) -> None:
+    """Add ``--compression``."""
+    parser.add_argument(
+        "--compression",
+        choices=("none", "zstd", "auto"),
+        default="none",
+        help="auto: all but weights of which less than half were ever written (none)",
+    )
+
+
+def export_options(arguments: argparse.Namespace, progress: Progress) -> ExportOptions:
+    """Return what `add_overwrite`'s, `add_compression`'s and `add_work`'s options say."""
+    return {
+        "overwrite": arguments.overwrite,
+        "compression": None if arguments.compression == "none" else arguments.compression,
+        "progress": progress,
+        "storage_options": storage_options(arguments),
+    }
 
 
 def add_storage_option(
@@ -54,9 +108,9 @@ def add_storage_option(
     )
 
 
-def storage_options(given: list[tuple[str, Any]] | None) -> dict[str, Any] | None:
-    """Return what repeated options say, or None when there are none."""
-    return dict(given) if given else None
+def storage_options(arguments: argparse.Namespace, name: str = "storage_option") -> dict[str, Any] | None:
+    """Return what `add_storage_option`'s option says as often as it is given, or None when it isn't."""
+    return dict(getattr(arguments, name) or ()) or None
 
 
 def key_value(text: str) -> tuple[str, Any]:

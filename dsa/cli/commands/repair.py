@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Final
 
-from dsa.cli.commands.options import add_json
+from dsa.cli.commands.options import add_work
 from dsa.cli.commands.output import print_json
-from dsa.cli.commands.progress import add_progress, shown_progress
+from dsa.cli.commands.progress import shown_progress
 
 if TYPE_CHECKING:
     from dsa.inspection.repairs import Repair, RepairedTable
@@ -34,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("directory", metavar="PATH", help="a state directory that no process has open")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
-    add_progress(parser)
-    add_json(parser)
+    add_work(parser, store=None)
 
 
 def run(arguments: argparse.Namespace) -> int:

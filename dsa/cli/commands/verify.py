@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from dsa.cli.commands.options import add_json, add_storage_option, storage_options
+from dsa.cli.commands.options import add_base, add_work, storage_options
 from dsa.cli.commands.output import KINDS, print_json
-from dsa.cli.commands.progress import add_progress, shown_progress
+from dsa.cli.commands.progress import shown_progress
 
 if TYPE_CHECKING:
     from dsa.inspection.verification import Verification
@@ -28,12 +28,8 @@ JSON: ok, url, kind, global_step, tables, nbytes, problems, remarks."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("url", metavar="PATH|URL", help="a state directory, or a checkpoint")
-    parser.add_argument(
-        "--base", metavar="URL", help="the full checkpoint of a differential one, if it isn't beside it"
-    )
-    add_storage_option(parser)
-    add_progress(parser)
-    add_json(parser)
+    add_base(parser)
+    add_work(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.url,
             base=arguments.base,
             progress=progress,
-            storage_options=storage_options(arguments.storage_option),
+            storage_options=storage_options(arguments),
         )
     print_json(found.to_json()) if arguments.json else print(_text(found))
     return 0 if found.ok else 1
