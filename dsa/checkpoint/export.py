@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict, Unpack
 
 from dsa.backends.shards.documents import encode_document, group_document
 from dsa.backends.system import available_bytes
@@ -25,11 +25,11 @@ from dsa.checkpoint.targets import Target
 from dsa.errors import DiskSpaceError
 from dsa.state.content import StateContent
 
-__all__ = ["ExportOptions", "commit_tables", "open_target", "write_checkpoint"]
+__all__ = ["ExportOptions", "Exported", "export_content", "open_target", "write_checkpoint"]
 
 
 class ExportOptions(TypedDict, total=False):
-    """The options of `write_checkpoint` that callers pass through."""
+    """The options of `export_content` that callers pass through."""
 
     overwrite: bool
     compression: CompressionChoice
@@ -40,11 +40,35 @@ class ExportOptions(TypedDict, total=False):
     storage_options: StorageOptions | None
 
 
+class Exported(NamedTuple):
+    """A checkpoint that was written.
+
+    Args:
+        url: Its path or URL.
+        content_root: The name of its content.
+    """
+
+    url: str
+    content_root: str
+
+
 _LIBRARIES: Final = ("dsa", "numpy", "torch", "zarr")
 _METADATA_BYTES: Final = 1 << 20
 
 
 def write_checkpoint(
+    content: StateContent,
+    url: str | os.PathLike[str],
+    *,
+    kind: Kind = "full",
+    base: Mapping[str, Any] | None = None,
+    **options: Unpack[ExportOptions],
+) -> str:
+    """Write a state to a new checkpoint, as `export_content` does, and return its path or URL."""
+    return export_content(content, url, kind=kind, base=base, **options).url
+
+
+def export_content(
     content: StateContent,
     url: str | os.PathLike[str],
     *,
@@ -57,7 +81,7 @@ def write_checkpoint(
     storage_options: StorageOptions | None = None,
     kind: Kind = "full",
     base: Mapping[str, Any] | None = None,
-) -> str:
+) -> Exported:
     """Write a state to a new checkpoint.
 
     The checkpoint appears as a whole when everything is written, and what it replaces stays until then; on
@@ -79,7 +103,7 @@ def write_checkpoint(
         base: What a delta is relative to.
 
     Returns:
-        The path or the URL of the checkpoint.
+        Where it is, and its content root.
 
     Raises:
         ValueError: an argument is not one of those above, or can't be kept as JSON.
@@ -98,50 +122,34 @@ def write_checkpoint(
             writer = TableWriter(target, compression, algorithm, advance)
             groups = group_names(table.name for table in content.tables)
             tables = [writer.write(*each) for each in zip(content.tables, groups, strict=True)]
-        return commit_tables(target, tables, content, kind, attributes or {}, base)
+        arrays = {path: array for table in tables for path, array in table.arrays.items()}
+        root = content_root({path: array.digest.root for path, array in arrays.items()})
+        manifest = Manifest(
+            kind,
+            content.global_step,
+            root,
+            tuple((each.entry.name, each.entry.group) for each in tables),
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            _versions(),
+            attributes or {},
+            base,
+            identity=content.identity,
+        )
+        return Exported(target.commit(_root_document(manifest, tables)), root)
     except BaseException:
         target.abort()
         raise
 
 
-def commit_tables(
-    target: Target,
-    tables: Sequence[WrittenTable],
-    content: StateContent,
-    kind: Kind,
-    attributes: Mapping[str, Any],
-    base: Mapping[str, Any] | None = None,
-) -> str:
-    """Write the root over tables that are written; return where the checkpoint is.
-
-    Args:
-        target: Where they are.
-        tables: The tables.
-        content: The state that they are of.
-        kind: ``"full"`` or ``"delta"``.
-        attributes: The caller's.
-        base: What a delta is relative to.
-    """
-    arrays = {f"{t.entry.group}/{name}": each for t in tables for name, each in t.arrays.items()}
-    manifest = Manifest(
-        kind,
-        content.global_step,
-        content_root({path: each.digest.root for path, each in arrays.items()}),
-        tuple((each.entry.name, each.entry.group) for each in tables),
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        _versions(),
-        attributes,
-        base,
-        identity=content.identity,
-    )
+def _root_document(manifest: Manifest, tables: Sequence[WrittenTable]) -> bytes:
     checksum = metadata_checksum(
         manifest.to_json(),
         {each.entry.group: each.entry.to_json() for each in tables},
-        {path: each.to_json() for path, each in arrays.items()},
+        {path: array.to_json() for table in tables for path, array in table.arrays.items()},
     )
     everything = {path: document for table in tables for path, document in table.documents.items()}
     root = group_document({ROOT: {**manifest.to_json(), "metadata_checksum": checksum}}, everything)
-    return target.commit(encode_document(root))
+    return encode_document(root)
 
 
 def open_target(place: Place, *, overwrite: bool, durable: bool) -> Target:

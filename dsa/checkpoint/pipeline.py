@@ -74,7 +74,7 @@ class ArrayPipeline:
             self._wait()
         self._number += 1
         self._left[self._number] = len(parts)
-        for queue, rows in zip(self._queues, parts, strict=False):  # what is left gets its rows otherwise
+        for queue, rows in zip(self._queues, parts, strict=True):
             queue.put((self._number, rows))
 
     def finish(self) -> None:

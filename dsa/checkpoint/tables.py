@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dsa.backends.shards.documents import DOCUMENT, Compression, encode_document, group_document
 from dsa.backends.shards.layout import ArraySpec, plan_layout
@@ -37,7 +36,7 @@ class WrittenTable:
 
     Args:
         entry: What its group's attributes say.
-        arrays: What its arrays' attributes say, by name.
+        arrays: What its arrays' attributes say, by path in the checkpoint.
         documents: The documents of the group and of its arrays, by path in the checkpoint.
     """
 
@@ -63,24 +62,20 @@ class TableWriter:
     algorithm: str = DEFAULT_ALGORITHM
     advance: Advance = field(default=lambda size: None)
 
-    def write(
-        self, table: TableContent, group: str, extra: Mapping[ArraySpec, NDArray[Any]] | None = None
-    ) -> WrittenTable:
+    def write(self, table: TableContent, group: str) -> WrittenTable:
         """Write a table.
 
         Args:
             table: Its content; its blocks must not be changed after they were yielded.
             group: The name of its group.
-            extra: More arrays of the group, which fit into memory.
 
         Raises:
             ValueError: its blocks don't cover its rows once each, in order, or aren't of its schema.
             OSError: the target refuses.
         """
-        extra = extra or {}
         specs = array_specs(table.schema, table.rows)
         sparse = self.compression == "auto" and _is_sparse(table)
-        writers = [self._array(group, spec, sparse) for spec in [*specs, *extra]]
+        writers = [self._array(group, spec, sparse) for spec in specs]
         touched = 0
         with ArrayPipeline(writers) as pipeline:
             for records in _checked_blocks(table):
@@ -88,15 +83,13 @@ class TableWriter:
                 pipeline.add([records[spec.name] for spec in specs])
                 self.advance(sum(spec.row_bytes for spec in specs) * len(records))
             pipeline.finish()
-            for writer, values in zip(writers[len(specs) :], extra.values(), strict=True):
-                writer.add(values)
             finished = {writer.path: writer.finish() for writer in writers}
         entry = TableEntry.of(table, group, touched if _STAMP in table.schema.names else None)
         document = group_document(entry.to_json())
         self.target.put(f"{group}/{DOCUMENT}", encode_document(document))
         return WrittenTable(
             entry,
-            {path.rpartition("/")[2]: array for path, (array, _) in finished.items()},
+            {path: array for path, (array, _) in finished.items()},
             {group: document, **{path: document for path, (_, document) in finished.items()}},
         )
 

@@ -17,11 +17,10 @@ from dsa.checkpoint import (
     OpenedContent,
     open_checkpoint,
     open_content,
-    write_checkpoint,
     write_delta,
     write_weights,
 )
-from dsa.checkpoint.export import ExportOptions
+from dsa.checkpoint.export import ExportOptions, export_content
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.errors import StateExistsError, StateMismatchError, StateNotFoundError, StateWarning, notify
 from dsa.schema import Records
@@ -70,18 +69,16 @@ def export_state(
         The path or the URL of the checkpoint.
     """
     state.require_open()
-    store = options.get("storage_options")
-    below = None if base is None else open_checkpoint(base, storage_options=store)
+    below = None if base is None else open_checkpoint(base, storage_options=options.get("storage_options"))
     with _snapshot(state) as snapshot:
         if below is not None:
             return write_delta(snapshot.content, below, url, state.path, **options)
-        written = write_checkpoint(snapshot.content, url, **options)
-    made = open_checkpoint(written, storage_options=store)
+        made = export_content(snapshot.content, url, **options)
     with state.exclusive:
         # An import meanwhile has made it another history, whatever its identity.
         if state.is_open and state.replacements == snapshot.replacements:
-            state.note_export(made.content_root, made.global_step)
-    return written
+            state.note_export(made.content_root, snapshot.content.global_step)
+    return made.url
 
 
 def export_weights(
