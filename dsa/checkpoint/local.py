@@ -29,7 +29,7 @@ from typing import Any, Final, final
 from dsa.backends.shards.documents import DOCUMENT
 from dsa.backends.system import boot_identity, lock_file, retried, sync_directory, sync_file
 from dsa.checkpoint.exchange import replace_directory
-from dsa.checkpoint.occupied import check_inside_nothing, check_replaceable, is_committed, is_vacant
+from dsa.checkpoint.occupied import check_inside_nothing, check_local, is_committed, is_vacant
 from dsa.checkpoint.places import Place
 from dsa.checkpoint.workers import Workers
 from dsa.errors import CheckpointExistsError, CheckpointWriteError, DSAError, StateWarning, notify
@@ -79,7 +79,7 @@ class LocalTarget:
             return
         if self.path.is_dir() and is_vacant(self.path):
             return
-        check_replaceable(self.path, self._overwrite)
+        check_local(self.path, self._overwrite)
 
     def create(self, key: str) -> _LocalFile:
         """Begin a file; see `dsa.checkpoint.targets.Target`."""

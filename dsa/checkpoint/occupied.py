@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +15,10 @@ from dsa.errors import CheckpointExistsError
 
 __all__ = [
     "STATE_FILE",
+    "check_folder",
     "check_inside_nothing",
+    "check_local",
     "check_replaceable",
-    "foreign_entry",
     "is_committed",
     "is_part",
     "is_vacant",
@@ -70,45 +71,76 @@ def check_inside_nothing(path: Path) -> None:
     Raises:
         CheckpointExistsError: it is one.
     """
-    if (path / STATE_FILE).exists():
+    for folder in (path, *path.parents):
+        own = folder == path
+        is_checkpoint = not own and _root_of(folder) is not None
+        check_folder(str(path), str(folder), own, (folder / STATE_FILE).exists(), is_checkpoint)
+
+
+def check_folder(url: str, folder: str, own: bool, is_state: bool, is_checkpoint: bool) -> None:
+    """Refuse a place whose own folder, or one of those above, belongs to a state or to a checkpoint.
+
+    Args:
+        url: The place.
+        folder: The folder.
+        own: Whether it is the place's own.
+        is_state: Whether it is a state directory.
+        is_checkpoint: Whether it is one above, and a checkpoint.
+
+    Raises:
+        CheckpointExistsError: it belongs to one.
+    """
+    if is_state:
         raise CheckpointExistsError(
-            f"{str(path)!r} is a state directory: export to a directory outside of it"
+            f"{url!r} {'is' if own else 'lies inside'} the state directory {folder!r}: export to a directory "
+            "outside of it"
         )
-    for parent in path.parents:
-        if (parent / STATE_FILE).exists():
-            raise CheckpointExistsError(
-                f"{str(path)!r} lies inside the state directory {str(parent)!r}: export to a directory "
-                "outside of it"
-            )
-        if _root_of(parent) is not None:
-            raise CheckpointExistsError(
-                f"{str(path)!r} lies inside the checkpoint {str(parent)!r}: export beside it, a checkpoint "
-                "never changes"
-            )
+    if is_checkpoint:
+        raise CheckpointExistsError(
+            f"{url!r} lies inside the checkpoint {folder!r}: export beside it, a checkpoint never changes"
+        )
 
 
-def check_replaceable(path: Path, overwrite: bool) -> None:
+def check_local(path: Path, overwrite: bool) -> None:
+    """Refuse to replace what is at a path of this machine; see `check_replaceable`."""
+    attribute = _root_of(path) if path.is_dir() else None
+    what = f"the checkpoint of step {(attribute or {}).get('global_step')!r}"
+    check_replaceable(str(path), attribute, lambda: _files(path), what, overwrite)
+
+
+def check_replaceable(
+    url: str,
+    attribute: Mapping[str, Any] | None,
+    files: Callable[[], Iterable[str]],
+    what: str,
+    overwrite: bool,
+) -> None:
     """Refuse to replace what is at a place unless it is a checkpoint, nothing but that, and it was asked for.
+
+    Args:
+        url: The place.
+        attribute: See `root_attribute`; None where there is no checkpoint.
+        files: Returns the keys of what is there.
+        what: What a message calls it.
+        overwrite: Whether it was asked for.
 
     Raises:
         CheckpointExistsError: it may not be replaced.
     """
-    attribute = _root_of(path) if path.is_dir() else None
     if attribute is None:
         raise CheckpointExistsError(
-            f"{str(path)!r} exists and is no checkpoint of dsa: choose another directory, or delete it "
-            "yourself; not even overwrite=True replaces it"
+            f"{url!r} exists and is no checkpoint of dsa: choose another place, or delete it yourself; not "
+            "even overwrite=True replaces it"
         )
     if not overwrite:
         raise CheckpointExistsError(
-            f"{str(path)!r} already holds the checkpoint of step {attribute.get('global_step')!r}: choose "
-            "another directory or pass overwrite=True"
+            f"{url!r} already holds {what}: choose another place or pass overwrite=True"
         )
-    foreign = foreign_entry(attribute, set(_files(path)))
+    foreign = _foreign_entry(attribute, set(files()))
     if foreign is not None:
         raise CheckpointExistsError(
-            f"{str(path)!r} holds {foreign!r}, which is not part of the checkpoint and would be deleted with "
-            "it: move it away first"
+            f"{url!r} holds {foreign!r}, which is not part of the checkpoint and would be deleted with it: "
+            "move it away first"
         )
 
 
@@ -126,17 +158,11 @@ def _files(path: Path) -> Iterator[str]:
         yield from (name if base == "." else f"{base}/{name}" for name in (*names, *links))
 
 
-def foreign_entry(attribute: Mapping[str, Any], files: Collection[str]) -> str | None:
-    """Return the first of some files that is neither a part of a checkpoint nor junk, or None.
-
-    Args:
-        attribute: See `root_attribute`.
-        files: The keys of what is there.
-    """
+def _foreign_entry(attribute: Mapping[str, Any], known: Collection[str]) -> str | None:
+    """Return the first of some files that is neither a part of a checkpoint nor junk, or None."""
     tables = attribute.get("tables")
     listed = tables if isinstance(tables, list) else []
     groups = {str(each.get("group")) for each in listed if isinstance(each, dict)}
-    known = frozenset(files)
     others = (key for key in known if not is_part(key, groups) and not _is_junk(key, known))
     return min(others, default=None)
 

@@ -9,7 +9,6 @@ same time are not kept apart by such stores; what comes out may fail its verific
 
 from __future__ import annotations
 
-import errno
 import inspect
 import json
 import posixpath
@@ -20,9 +19,9 @@ from typing import Any, Final, final
 
 from dsa.backends.shards.documents import DOCUMENT
 from dsa.checkpoint.manifest import ARRAY_CHECKSUM
-from dsa.checkpoint.occupied import STATE_FILE, foreign_entry, root_attribute
+from dsa.checkpoint.occupied import STATE_FILE, check_folder, check_replaceable, root_attribute
 from dsa.checkpoint.places import Place
-from dsa.checkpoint.transport import list_remote
+from dsa.checkpoint.transport import list_remote, told
 from dsa.errors import CheckpointExistsError, CheckpointReadError, CheckpointWriteError, DSAError
 
 __all__ = ["RemoteTarget"]
@@ -186,10 +185,9 @@ def _writing(place: Place) -> Iterator[None]:
 
 
 def _refused(place: Place, error: BaseException) -> CheckpointWriteError:
-    code = error.errno if isinstance(error, OSError) else None
-    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    code, reason = told(error)
     return CheckpointWriteError(
-        code or errno.EIO,
+        code,
         f"{place.url!r} can't be written to ({reason}): check the bucket, the endpoint and the "
         "storage_options",
     )
@@ -198,27 +196,17 @@ def _refused(place: Place, error: BaseException) -> CheckpointWriteError:
 def _check_inside_nothing(place: Place) -> None:
     folder = place.root
     while folder.strip("/"):
+        own = folder == place.root
         try:
-            _check_not_inside(place, folder)
+            is_state = place.files.exists(f"{folder}/{STATE_FILE}")
+            is_checkpoint = not own and _root_of(place, folder) is not None
         except PermissionError:
             # Credentials for a prefix only: nothing above is anybody's here.
-            if folder == place.root:
+            if own:
                 raise
             return
+        check_folder(place.url, folder, own, is_state, is_checkpoint)
         folder = posixpath.dirname(folder)
-
-
-def _check_not_inside(place: Place, folder: str) -> None:
-    inside = "lies inside" if folder != place.root else "is"
-    if place.files.exists(f"{folder}/{STATE_FILE}"):
-        raise CheckpointExistsError(
-            f"{place.url!r} {inside} the state directory {folder!r}: export outside of it"
-        )
-    if folder != place.root and _root_of(place, folder) is not None:
-        raise CheckpointExistsError(
-            f"{place.url!r} lies inside the checkpoint {folder!r}: export beside it, a checkpoint never "
-            "changes"
-        )
 
 
 def _root_of(place: Place, folder: str) -> dict[str, Any] | None:
@@ -246,19 +234,10 @@ def _is_ours(place: Place, key: str) -> bool:
 
 def _check_replaceable(place: Place, keys: list[str], overwrite: bool) -> None:
     attribute = _root_of(place, place.root)
-    if attribute is None and not _is_left_over(place, keys):
+    if attribute is not None or not _is_left_over(place, keys):
+        check_replaceable(place.url, attribute, lambda: keys, "a checkpoint", overwrite)
+    elif not overwrite:
         raise CheckpointExistsError(
-            f"{place.url!r} holds {keys[0]!r} and is no checkpoint of dsa: choose another address, or delete "
-            "it yourself; not even overwrite=True replaces it"
-        )
-    if not overwrite:
-        what = "an incomplete checkpoint" if attribute is None else "a checkpoint"
-        raise CheckpointExistsError(
-            f"{place.url!r} already holds {what}: choose another address or pass overwrite=True"
-        )
-    foreign = None if attribute is None else foreign_entry(attribute, keys)
-    if foreign is not None:
-        raise CheckpointExistsError(
-            f"{place.url!r} holds {foreign!r}, which is not part of the checkpoint and would be deleted with "
-            "it: move it away first"
+            f"{place.url!r} already holds an incomplete checkpoint: choose another address or pass "
+            "overwrite=True"
         )

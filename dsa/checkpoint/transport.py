@@ -21,7 +21,16 @@ from dsa.checkpoint.places import Place
 from dsa.checkpoint.workers import Workers
 from dsa.errors import CheckpointReadError, DSAError
 
-__all__ = ["list_remote", "lists_sizes", "look_around", "read_remote", "reading", "remote_store", "sizes_of"]
+__all__ = [
+    "list_remote",
+    "lists_sizes",
+    "look_around",
+    "read_remote",
+    "reading",
+    "remote_store",
+    "sizes_of",
+    "told",
+]
 
 _ASKING_THREADS: Final = 8
 _ABSENT: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -41,13 +50,19 @@ def reading(place: Place) -> Iterator[None]:
     except (DSAError, *_ABSENT):
         raise
     except Exception as error:  # of whatever kind the store's library has
-        code = error.errno if isinstance(error, OSError) else None
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        code, reason = told(error)
         raise CheckpointReadError(
-            code or errno.EIO,
+            code,
             f"{place.url!r} can't be read ({reason}): check the address, the connection, the rights and the "
             "storage_options",
         ) from error
+
+
+def told(error: BaseException) -> tuple[int, str]:
+    """Return the error number and the words in which a store's library says what was wrong."""
+    code = error.errno if isinstance(error, OSError) else None
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return code or errno.EIO, reason
 
 
 def lists_sizes(place: Place, key: str) -> bool:

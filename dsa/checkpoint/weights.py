@@ -11,19 +11,18 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Unpack, cast
 
-import fsspec
 import numpy as np
 
 from dsa.backends.system import available_bytes, retried, sync_directory
 from dsa.checkpoint.export import ExportOptions, write_checkpoint
-from dsa.checkpoint.meter import Progress, metered
+from dsa.checkpoint.meter import metered
 from dsa.checkpoint.names import group_names
-from dsa.checkpoint.places import StorageOptions, find_place
+from dsa.checkpoint.places import Place, find_place
 from dsa.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointWriteError, DiskSpaceError
 from dsa.schema import Field, Records, Schema
 from dsa.state.content import StateContent, TableContent
@@ -87,11 +86,11 @@ def _write_safetensors(content: StateContent, url: str | os.PathLike[str], optio
                 f"{name}={options.get(name)!r} has no meaning for a safetensors file: leave it out"
             )
     place = find_place(url, options.get("storage_options"))
-    overwrite, progress = options.get("overwrite", False), options.get("progress", False)
-    header = _header(content)
     if place.directory is None:
-        return _write_remote(content, place.url, header, overwrite, progress, options.get("storage_options"))
-    return _write_local(content, place.directory, header, overwrite, progress, options.get("durable", True))
+        _write_remote(content, place, options)
+    else:
+        _write_local(content, place.directory, options)
+    return place.url
 
 
 def _header(content: StateContent) -> bytes:
@@ -107,10 +106,9 @@ def _header(content: StateContent) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_local(
-    content: StateContent, path: Path, header: bytes, overwrite: bool, progress: Progress, durable: bool
-) -> str:
-    if path.exists() and not overwrite:
+def _write_local(content: StateContent, path: Path, options: ExportOptions) -> None:
+    header, durable = _header(content), options.get("durable", True)
+    if path.exists() and not options.get("overwrite"):
         raise _taken(str(path))
     if path.is_dir():
         raise CheckpointExistsError(f"{str(path)!r} is a directory: choose another name")
@@ -121,7 +119,7 @@ def _write_local(
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
-            _write(file, content, header, progress)
+            _write(file, content, header, options)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -134,25 +132,15 @@ def _write_local(
         raise
     if durable:
         sync_directory(path.parent)
-    return str(path)
 
 
-def _write_remote(
-    content: StateContent,
-    url: str,
-    header: bytes,
-    overwrite: bool,
-    progress: Progress,
-    storage_options: StorageOptions | None,
-) -> str:
-    options: Mapping[str, Any] = storage_options or {}
-    system, path = fsspec.core.url_to_fs(url, **options)
-    if system.exists(path) and not overwrite:
-        raise _taken(url)
+def _write_remote(content: StateContent, place: Place, options: ExportOptions) -> None:
+    if place.files.exists(place.root) and not options.get("overwrite"):
+        raise _taken(place.url)
     try:
-        file = system.open(path, "wb")
+        file = place.files.open(place.root, "wb")
         try:
-            _write(cast("BinaryIO", file), content, header, progress)
+            _write(cast("BinaryIO", file), content, _header(content), options)
         except BaseException:
             # Closing would make what is there the object: not in a with statement.
             getattr(file, "discard", lambda: None)()
@@ -161,12 +149,11 @@ def _write_remote(
             raise
         file.close()
     except OSError as error:
-        raise _refused(url, error) from error
-    return url
+        raise _refused(place.url, error) from error
 
 
-def _write(file: BinaryIO, content: StateContent, header: bytes, progress: Progress) -> None:
-    with metered(progress, _size(content), "weights") as advance:
+def _write(file: BinaryIO, content: StateContent, header: bytes, options: ExportOptions) -> None:
+    with metered(options.get("progress", False), _size(content), "weights") as advance:
         file.write(header)
         for table in content.tables:
             for _, records in table.blocks():
