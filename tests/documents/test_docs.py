@@ -34,10 +34,21 @@ def test_the_pages_that_are_to_run_are_found():
 
 
 def test_commands_of_the_pages_exist(capsys):
-    shown = {name for page in PAGES.values() for name in re.findall(r"`dsa (\w+)", page)}
+    readme = (ROOT / "README.md").read_text("utf-8")
+    shown = {name for page in [readme, *PAGES.values()] for name in re.findall(r"`dsa (\w+)", page)}
     with pytest.raises(SystemExit):
         main(["--help"])
     assert shown <= set(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE))
+
+
+def test_every_command_is_shown(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert commands
+    for command in commands:
+        assert f"dsa {command}" in PAGES["guide/commands.md"]
 
 
 def test_recipes_and_tests_of_the_pages_exist():
