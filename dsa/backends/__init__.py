@@ -1,16 +1,20 @@
-"""Where records live: the `StateBackend` protocol and its implementations."""
+"""Where records live: the protocols `Layout` and `StateBackend`, and their implementations."""
 
-from dsa.backends.base import StateBackend
-from dsa.backends.memmap import Memmap, MemmapBackend
+from dsa.backends.base import Layout, Sizes, Source, StateBackend
+from dsa.backends.layouts import Memmap, Zarr
+from dsa.backends.memmap import MemmapBackend
 from dsa.backends.memory import MemoryBackend
-from dsa.backends.zarr import Zarr, ZarrBackend
+from dsa.backends.zarr import ZarrBackend
 from dsa.backends.zarr_compressed import CompressedZarrBackend
 
 __all__ = [
     "CompressedZarrBackend",
+    "Layout",
     "Memmap",
     "MemmapBackend",
     "MemoryBackend",
+    "Sizes",
+    "Source",
     "StateBackend",
     "Zarr",
     "ZarrBackend",

@@ -1,13 +1,23 @@
-"""The contract between a table and the place where its records live."""
+"""The contracts between a table and the place where its records live.
+
+`StateBackend` is the open table, `Layout` how such tables are made, found again and described.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self, final, runtime_checkable
 
+from numpy.typing import NDArray
+
+from dsa.backends.field_rows import FieldRows
+from dsa.backends.mapping import Allocate
 from dsa.schema import Records, Rows, Schema
 
-__all__ = ["StateBackend"]
+__all__ = ["Layout", "Sizes", "Source", "StateBackend"]
 
 
 class StateBackend(Protocol):
@@ -42,7 +52,7 @@ class StateBackend(Protocol):
     error of a sync is raised by the `flush` that met it, which does not try again.
 
     *Not promised.* Durability before `flush` returns, order between writes on disk, atomicity of a `write`:
-    those are the journal's work.
+    those are the journal's work. What the journal relies on is told in `Layout`.
     """
 
     @property
@@ -111,4 +121,164 @@ class StateBackend(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return, as plain JSON, what is needed to open these records again; reopening does not change it."""
+        ...
+
+
+class Sizes(NamedTuple):
+    """What a table takes on disk.
+
+    Args:
+        made: Bytes that have to be free when it is made with ``allocate="reserve"``.
+        filled: Bytes once every row was written, before compression.
+        largest: Bytes of the largest file that it comes to have.
+        pieces: For each place in which a part of a row lies: the bytes of the part, and the distance in bytes
+            from there to the next row's.
+    """
+
+    made: int
+    filled: int
+    largest: int
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def record(self) -> int:
+        """Bytes of a row, with its padding."""
+        return sum(distance for _, distance in self.pieces)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Records that are only read.
+
+    Args:
+        backend: Reads and scans them; nothing of it that writes is called.
+        field: Returns one field of all rows, ``(N, D)`` or ``(N,)``, as the files hold it and without reading
+            it: a numpy array over mapped memory, or where that can't be had an object with `shape`, `dtype`
+            and slices that are numpy arrays, such as a Zarr array.
+        renew: Opens the records again, where whoever trains replaces files as wholes, so that what `backend`
+            remembers of them grows stale; None where it doesn't.
+    """
+
+    backend: StateBackend
+    field: Callable[[str], NDArray[Any]]
+    renew: Callable[[], StateBackend] | None = None
+
+    @classmethod
+    def over(cls, backend: StateBackend) -> Source:
+        """Return a source whose fields are read through the backend, row by row, when they are sliced."""
+        return cls(backend, partial(_field_of, backend))
+
+
+def _field_of(backend: StateBackend, name: str) -> Any:  # noqa: ANN401 - what passes for an array
+    return FieldRows(backend.read, len(backend), backend.schema, name)
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """A kind of storage with its options: makes the tables of a state, opens them and knows what is stored.
+
+    What the ``backend`` argument of modules and optimizers takes. `dsa.backends.Memmap` and
+    `dsa.backends.Zarr` are the ones in the package; one class with these members, and a backend that it
+    opens, is another. `dsa.testing.LayoutConformance` checks it. A state keeps the `kind` in its description
+    and never imports code by it: whoever opens, inspects, verifies, repairs or exports a state whose kind is
+    not one of the package's passes the layout again.
+
+    *Value.* A layout holds options and nothing that is open. Two that do the same are equal, as those of a
+    frozen dataclass are. An option that is None asks for nothing, where a table is stored already.
+
+    *Files.* A table is one path in the state directory, a file or a directory, and everything of it is at or
+    below that path. The state chooses the path, and moves, replaces and removes what is there, as a whole;
+    it may be copied while nobody has it open. What needs a second file beside the first makes a directory.
+
+    *Locks.* The state is locked by its process: nobody else writes to a table. Readers come without a lock.
+
+    *What `write` must promise.* With the durability ``"process"`` the journal lets a step go as soon as the
+    `write` of its rows has returned. From there on they have to survive the death of the process at any
+    instant: handed over to the operating system, not waiting in memory. A `write` that is killed may leave
+    any of its rows old, new or torn, since the journal writes them again; the other rows stay as they were,
+    and the table can be opened. Where small writes are dear, `collect_bytes` makes the state collect them
+    while the journal holds them.
+
+    *What `flush` must promise.* When it returns, the device holds everything that was written, names of files
+    included. The durability ``"power"``, the closing of a state and every change of a whole table rely on
+    it. An `OSError` from `flush` says that the device has refused, and ends the state for good: others, such
+    as an interrupted call, are to be tried again inside. What a library raises in its place is turned into
+    one.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The name of the storage: lower-case letters, digits and underscores, at most 32, a letter first.
+
+        The same for all options. It is the ``"kind"`` of every description, and the end of the table's name.
+        """
+        ...
+
+    @property
+    def collect_bytes(self) -> int:
+        """Bytes of new records to collect before they are written; 0 writes those of each step at once.
+
+        The journal takes that much disk, for all tables of a directory together. Without a journal
+        (``durability="none"``) memory does, for each table, and a killed process loses them.
+        """
+        ...
+
+    def sizes(self, rows: int, schema: Schema) -> Sizes:
+        """Return what a table will take on disk; nothing is made."""
+        ...
+
+    def create(self, path: Path, rows: int, schema: Schema, allocate: Allocate) -> StateBackend:
+        """Make a table of fresh records; nothing is left behind when that fails.
+
+        Args:
+            path: Where; nothing is there, and its parent is a directory.
+            rows: Number of rows N, >= 1.
+            schema: Layout of a record.
+            allocate: ``"reserve"``: take all disk now, where that can be done. ``"sparse"``: as rows are
+                written.
+
+        Returns:
+            The table. Its description is plain JSON with at least ``"kind"``, ``"rows"``, ``"schema"`` (as
+            `Schema.to_json` gives it) and what no other table's has, such as a random ``"id"``.
+
+        Raises:
+            DiskSpaceError: there is not enough room.
+            OSError: the file system can't hold such a table.
+        """
+        ...
+
+    def open(self, path: Path, description: dict[str, Any]) -> StateBackend:
+        """Open a table to go on with it, as the last process has left it, however that has ended.
+
+        Args:
+            path: Where it is.
+            description: What `describe` of it has returned.
+
+        Raises:
+            StateCorruptError: it is missing, damaged as a whole, or another one than that described.
+        """
+        ...
+
+    def look(self, path: Path, description: dict[str, Any]) -> Source:
+        """Open a table for reading alone, while another process may be writing to it.
+
+        Nothing that is stored changes, nobody waits, and rows may be read while they are written: they are
+        old, new, or a mixture that is marked or not.
+
+        Raises:
+            StateCorruptError: as for `open`.
+        """
+        ...
+
+    def like(self, description: dict[str, Any]) -> Self:
+        """Return this layout with the options of a stored table: those that new tables beside it get."""
+        ...
+
+    def refusal(self, description: dict[str, Any]) -> str:
+        """Return in what a stored table of this kind is not as these options ask, or an empty string.
+
+        The words go on after "table 'x'" and end with the remedy after a colon: "is stored in blocks of 256
+        rows, which block_rows=64 is not: leave it out".
+        """
         ...

@@ -29,7 +29,6 @@ import os
 import secrets
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
@@ -47,25 +46,13 @@ from dsa.kernels.rows import gather_checked, gather_words, scatter_checked, scat
 from dsa.kernels.threads import run_slices
 from dsa.schema import Records, Rows, Schema, has_stamp
 
-__all__ = ["Allocate", "Memmap", "MemmapBackend", "Stride", "choose_stride", "file_bytes", "stored_bytes"]
+__all__ = ["Allocate", "MemmapBackend", "Stride", "choose_stride", "file_bytes", "stored_bytes"]
 
 Stride = int | Literal["packed", "page"] | None
 
 _MAGIC: Final = b"dsa-table-2\n"
 _FORMER_MAGIC: Final = b"dsa-table-1\n"
 _BLOCK_BYTES: Final = 4 << 20
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Memmap:
-    """The memmap backend with a layout of your own, for an optimizer's ``backend`` argument.
-
-    Args:
-        stride: Distance between records: None for the rule, ``"packed"``, ``"page"``, or bytes.
-    """
-
-    stride: Stride = None
 
 
 def stored_bytes(schema: Schema) -> int:

@@ -17,7 +17,6 @@ import copy
 import errno
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -28,7 +27,6 @@ from dsa.backends.cold_reads import ColdReads
 from dsa.backends.mapped_array import MappedArray, make_shards
 from dsa.backends.mapping import Allocate, check_allocate
 from dsa.backends.settling import settle
-from dsa.backends.shards.documents import Compression
 from dsa.backends.zarr_group import (
     array_layouts,
     check_group,
@@ -44,49 +42,9 @@ from dsa.kernels.layout import Words
 from dsa.kernels.threads import run_slices
 from dsa.schema import TORN, Records, Rows, Schema
 
-__all__ = ["Zarr", "ZarrBackend"]
+__all__ = ["ZarrBackend"]
 
 _BLOCK_BYTES: Final = 4 << 20
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Zarr:
-    """The Zarr backends, for an optimizer's ``backend`` argument.
-
-    Args:
-        shard_bytes: About how large the data of a shard is, before compression. None: 256 MiB or more, so
-            that a table has at most a hundred files, and 16 MiB with compression, where a shard is rewritten
-            for any of its rows.
-        compression: None maps the shards and is nearly as fast as memmap. ``"zstd"`` saves disk where most
-            rows are rarely touched, and is ten to hundreds of times slower.
-        cache_bytes: With compression: memory for decompressed chunks, 128 MiB when None.
-        overlay_bytes: With compression: new records that are collected before shards are rewritten, 128 MiB
-            when None. The journal holds them, and takes that much disk, for all tables of a directory
-            together. Without a journal (``durability="none"``) memory does, for each table, and a killed
-            process loses them.
-
-    Example:
-        >>> Zarr(compression="zstd", cache_bytes=1 << 30).compression
-        'zstd'
-    """
-
-    shard_bytes: int | None = None
-    compression: Compression = None
-    cache_bytes: int | None = None
-    overlay_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.compression not in (None, "zstd"):
-            raise ValueError(f"compression={self.compression!r} is not known: use None or 'zstd'")
-        for name in ("shard_bytes", "cache_bytes", "overlay_bytes"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} is out of range: pass a number of bytes >= 1")
-            if name != "shard_bytes" and self.compression is None:
-                raise ValueError(f"{name}={value!r} is for compressed shards: leave it out, or compress them")
 
 
 @final
@@ -149,7 +107,7 @@ class ZarrBackend:
             path: The directory; it must not exist.
             rows: Number of rows N, >= 1.
             schema: Layout of a record.
-            shard_bytes: See `Zarr`.
+            shard_bytes: See `dsa.backends.Zarr`.
             allocate: ``"reserve"`` allocates every block now, so that no later step can run out of disk.
                 ``"sparse"`` allocates a block when `reserve` names its rows, or when it is first written: a
                 full disk then kills the process (SIGBUS).

@@ -53,6 +53,7 @@ __all__ = [
     "corrupt",
     "describe_group",
     "disk_bytes",
+    "open_field",
     "shard_files",
     "shard_label",
     "sync_tree",
@@ -180,6 +181,13 @@ def disk_bytes(description: dict[str, Any]) -> tuple[int, int]:
         total += data + layout.shards * tail
         largest = max(largest, layout.shard_bytes + tail)
     return total, largest
+
+
+def open_field(path: Path, name: str) -> Any:  # noqa: ANN401 - a zarr.Array, whose slices are numpy arrays
+    """Return a field of all rows as zarr-python reads it, which is imported only for that."""
+    import zarr
+
+    return zarr.open_array(path / name, mode="r")
 
 
 def shard_label(identity: str, field: int, shard: int) -> bytes:

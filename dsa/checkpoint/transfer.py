@@ -13,6 +13,7 @@ from typing import Any, Literal, Unpack, cast
 
 import numpy as np
 
+from dsa.backends.base import Layout
 from dsa.checkpoint import (
     OpenedContent,
     open_checkpoint,
@@ -169,6 +170,7 @@ def export_directory(
     url: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str] | None = None,
+    backend: Layout | None = None,
     **options: Unpack[ExportOptions],
 ) -> str:
     """Write a checkpoint of a state directory that nobody has open.
@@ -179,6 +181,7 @@ def export_directory(
         directory: The state directory.
         url: Where to; see `dsa.checkpoint.write_checkpoint`, whose options follow.
         base: A full checkpoint of this state: only what has changed since is written.
+        backend: The layout of tables whose kind is not one of the package's, see `dsa.backends.Layout`.
         options: Those options.
 
     Returns:
@@ -188,12 +191,16 @@ def export_directory(
         StateNotFoundError: there is no state in the directory.
         StateLockedError: another process has it open: export from there.
     """
-    with _opened(directory) as state:
+    with _opened(directory, backend) as state:
         return export_state(state, url, base=base, **options)
 
 
 def export_directory_weights(
-    directory: str | os.PathLike[str], url: str | os.PathLike[str], **options: Unpack[ExportOptions]
+    directory: str | os.PathLike[str],
+    url: str | os.PathLike[str],
+    *,
+    backend: Layout | None = None,
+    **options: Unpack[ExportOptions],
 ) -> str:
     """Write the weights of a state directory that nobody has open.
 
@@ -201,6 +208,7 @@ def export_directory_weights(
         directory: The state directory.
         url: Where to: a file that ends in ``.safetensors``, or a Zarr group; see
             `dsa.checkpoint.write_weights`.
+        backend: The layout of tables whose kind is not one of the package's, see `dsa.backends.Layout`.
         options: Those of `dsa.checkpoint.write_weights`.
 
     Returns:
@@ -211,12 +219,12 @@ def export_directory_weights(
         StateLockedError: another process has it open: export from there.
         CheckpointMismatchError: the weights of a table are a module's parameter, and not in the directory.
     """
-    with _opened(directory) as state:
+    with _opened(directory, backend) as state:
         return export_weights(state, url, **options)
 
 
 @contextmanager
-def _opened(directory: str | os.PathLike[str]) -> Iterator[StateDirectory]:
+def _opened(directory: str | os.PathLike[str], backend: Layout | None) -> Iterator[StateDirectory]:
     """Open a state directory as it is, and close it at the end."""
     path = Path(local_directory(directory))
     stored = read_metadata(path) if path.is_dir() else None
@@ -226,7 +234,8 @@ def _opened(directory: str | os.PathLike[str]) -> Iterator[StateDirectory]:
             "of an older one with dsa.migrate"
         )
     durability = cast("Durability", stored.durability)  # checked when read
-    state = open_state(directory, [], True, StorageChoice(durability=durability).complete(), exact=False)
+    storage = StorageChoice(backend=backend, durability=durability).complete()
+    state = open_state(directory, [], True, storage, exact=False)
     try:
         yield state
     finally:

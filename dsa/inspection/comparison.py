@@ -12,6 +12,7 @@ from typing import Any, Final, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.backends.base import Layout
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.checkpoint.places import StorageOptions
 from dsa.inspection.subjects import Kind, Subject, open_subject
@@ -128,6 +129,7 @@ def diff(
     base: str | os.PathLike[str] | None = None,
     progress: Progress = False,
     storage_options: StorageOptions | None = None,
+    backend: Layout | None = None,
 ) -> Comparison:
     """Compare two state directories, two checkpoints, or one of each; neither is changed.
 
@@ -140,6 +142,7 @@ def diff(
         base: The full checkpoint that a differential one is relative to, if it isn't beside it.
         progress: True for a bar, or a function of the bytes done and their total.
         storage_options: For fsspec, for both.
+        backend: The layout of tables in either whose kind is not one of the package's.
 
     Raises:
         StateError, CheckpointError: one of them can't be read, or is damaged.
@@ -157,7 +160,9 @@ def diff(
     """
     with ExitStack() as stack:
         left, right = (
-            stack.enter_context(open_subject(url, base=base, storage_options=storage_options))
+            stack.enter_context(
+                open_subject(url, base=base, storage_options=storage_options, backend=backend)
+            )
             for url in (a, b)
         )
         advance = stack.enter_context(metered(progress, left.nbytes + right.nbytes, "diff"))

@@ -8,10 +8,9 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from dsa.backends.base import StateBackend
+from dsa.backends.base import Source, StateBackend
 from dsa.errors import StateCorruptError
 from dsa.inspection.directory import Mark, ObservedDirectory
-from dsa.inspection.sources import Source
 from dsa.schema import Records, Rows, Schema
 
 __all__ = ["OverlaidBackend"]

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from dsa.backends import system
-from dsa.backends.base import StateBackend
+from dsa.backends.base import Layout, StateBackend
 from dsa.backends.writer import WriteBehind
 from dsa.checkpoint.meter import Progress, metered
 from dsa.errors import StateIncompleteError
@@ -22,7 +22,7 @@ from dsa.schema import Rows, Schema
 from dsa.state.holding import HeldDirectory
 from dsa.state.metadata import Metadata, journal_files, read_metadata, unmark_failed, write_metadata
 from dsa.state.recovery import Loss, defects, doubts, is_copy, make_anew, open_tables, replay, survey
-from dsa.state.storage import Storage
+from dsa.state.storage import Storage, as_layout
 from dsa.state.table import Table, blank_records, describe_table, fill_untouched, stamp_of
 from dsa.state.table_files import drain_backend, stored_layout, sweep
 
@@ -106,7 +106,13 @@ class Repair:
         }
 
 
-def repair(directory: str | os.PathLike[str], *, dry_run: bool = False, progress: Progress = False) -> Repair:
+def repair(
+    directory: str | os.PathLike[str],
+    *,
+    dry_run: bool = False,
+    progress: Progress = False,
+    backend: Layout | None = None,
+) -> Repair:
     """Make of a state directory, whatever has happened to it, one that is closed and opens silently.
 
     For a copy that was made while a process had the state open, a journal that is lost or damaged, bits that
@@ -123,13 +129,15 @@ def repair(directory: str | os.PathLike[str], *, dry_run: bool = False, progress
             length: rows that are not there can't be told from others.
         dry_run: Say what would be done, and change nothing.
         progress: True for a bar, or a function of the bytes done and their total.
+        backend: The layout of tables whose kind is not one of the package's, see `dsa.backends.Layout`.
 
     Raises:
         StateNotFoundError: there is no state.
         StateCorruptError: the description is damaged or missing, or a table's file is missing, truncated,
             extended, or another's; nothing has changed.
         StateIncompleteError: there is nothing in the state yet.
-        StateMismatchError: it is of an older release, or a checkpoint.
+        StateMismatchError: it is of an older release, or a checkpoint, or holds tables of a kind that is not
+            known.
         StateLockedError: a process holds the directory.
         DiskSpaceError: there is no room.
 
@@ -144,11 +152,12 @@ def repair(directory: str | os.PathLike[str], *, dry_run: bool = False, progress
         >>> found.whole, found.changed, found.global_step
         (True, False, 1)
     """
+    layout = None if backend is None else as_layout(backend)
     path = Path(directory).absolute()
     _read(path)  # before a lock is made where no state is
     held = HeldDirectory.take(path)
     try:
-        return _repair(held, _read(path), dry_run, progress)
+        return _repair(held, _read(path), dry_run, progress, layout)
     finally:
         held.release()
 
@@ -165,10 +174,12 @@ def _read(path: Path) -> Metadata:
     return stored
 
 
-def _repair(held: HeldDirectory, stored: Metadata, dry_run: bool, progress: Progress) -> Repair:
+def _repair(
+    held: HeldDirectory, stored: Metadata, dry_run: bool, progress: Progress, layout: Layout | None
+) -> Repair:
     path = held.path
     problems = [*defects(stored, copied=is_copy(path, stored)), *doubts(stored)]
-    storage = _storage_of(stored)
+    storage = _storage_of(stored, layout)
     with contextlib.ExitStack() as opened:
         tables = open_tables(path, stored, storage)
         for table in tables:
@@ -200,12 +211,12 @@ def _repair(held: HeldDirectory, stored: Metadata, dry_run: bool, progress: Prog
     return found
 
 
-def _storage_of(stored: Metadata) -> Storage:
+def _storage_of(stored: Metadata, layout: Layout | None) -> Storage:
     """Return how files are made anew: as they were."""
     if not stored.tables:
         return Storage()
     sparse = stored.tables[0]["backend"].get("allocate") == "sparse"
-    return Storage("sparse" if sparse else "reserve", stored_layout(stored.tables[0]))
+    return Storage("sparse" if sparse else "reserve", stored_layout(stored.tables[0], layout))
 
 
 def _let_go(table: Table) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
+from dsa.backends.base import Layout
 from dsa.errors import StateClosedError, StateCorruptError, StateWarning, notify
 from dsa.inspection import arrays, text
 from dsa.inspection.directory import ObservedDirectory
 from dsa.inspection.overlaid import OverlaidBackend
-from dsa.inspection.sources import open_source
+from dsa.inspection.sources import open_source, table_path
 from dsa.inspection.table_view import TableView
 from dsa.rules.init import from_json
 from dsa.rules.manifolds import curvature_from_json
@@ -21,6 +22,7 @@ from dsa.state.content import StateContent
 from dsa.state.directories import local_directory
 from dsa.state.metadata import METADATA_NAME
 from dsa.state.progress import Progress
+from dsa.state.storage import as_layout
 from dsa.state.table import Table
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ __all__ = ["StateView", "open_state"]
 _TRIES: Final = 20
 
 
-def open_state(path: str | os.PathLike[str]) -> StateView:
+def open_state(path: str | os.PathLike[str], *, backend: Layout | None = None) -> StateView:
     """Look at a state directory without changing anything in it.
 
     No lock is taken and no file made or written, so that it works beside a process that trains there, which
@@ -42,11 +44,12 @@ def open_state(path: str | os.PathLike[str]) -> StateView:
 
     Args:
         path: The directory that an optimizer was given as its `disk_dir` or `state_dir`.
+        backend: The layout of tables whose kind is not one of the package's, see `dsa.backends.Layout`.
 
     Raises:
         StateNotFoundError: it holds no state.
         StateCorruptError: a file is damaged, truncated, extended, missing or foreign.
-        StateMismatchError: it holds state of an older release.
+        StateMismatchError: it holds state of an older release, or tables of a kind that is not known.
         StateIncompleteError: its creation was interrupted, or is under way.
 
     Example:
@@ -62,7 +65,7 @@ def open_state(path: str | os.PathLike[str]) -> StateView:
         ((1000, 2), 1, 1)
         >>> optimizer.close()
     """
-    view = StateView(Path(local_directory(path, "path")).absolute())
+    view = StateView(Path(local_directory(path, "path")).absolute(), backend=backend)
     if view.copied:
         notify(
             f"{str(view.path)!r} is a copy that was made while a process had the state open, so that its "
@@ -81,10 +84,12 @@ class StateView:
     Args:
         path: The directory, absolute.
         tolerant: See `ObservedDirectory`.
+        backend: See `open_state`.
     """
 
-    def __init__(self, path: Path, *, tolerant: bool = False) -> None:
+    def __init__(self, path: Path, *, tolerant: bool = False, backend: Layout | None = None) -> None:
         self._closed = False
+        self._layout = None if backend is None else as_layout(backend)
         self._overlaid: list[OverlaidBackend] = []
         fault = None
         for attempt in range(_TRIES):
@@ -108,11 +113,11 @@ class StateView:
     def _open_tables(self, path: Path) -> dict[str, TableView]:
         tables = {}
         for index, stored in enumerate(self._directory.metadata().tables):
-            source = open_source(path, stored)
+            source = open_source(path, stored, self._layout)
             overlaid = OverlaidBackend(source, self._directory, index)
             self._overlaid.append(overlaid)
             table = _table_of(path, stored, overlaid)
-            tables[table.name] = TableView(source, overlaid, table, self, index)
+            tables[table.name] = TableView(source, overlaid, table, self, index, table_path(path, stored))
         return tables
 
     @property

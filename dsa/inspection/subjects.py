@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
+from dsa.backends.base import Layout
 from dsa.checkpoint import Checkpoint, open_checkpoint, open_content
 from dsa.checkpoint.places import StorageOptions, find_place
 from dsa.errors import CheckpointNotFoundError
@@ -82,6 +83,7 @@ def open_subject(
     *,
     base: str | os.PathLike[str] | None = None,
     storage_options: StorageOptions | None = None,
+    backend: Layout | None = None,
 ) -> Iterator[Subject]:
     """Open a state directory or a checkpoint for reading; nothing of it is changed.
 
@@ -89,6 +91,7 @@ def open_subject(
         url: A directory, or an fsspec URL.
         base: See `dsa.checkpoint.open_content`; without a meaning for what is no differential checkpoint.
         storage_options: For fsspec.
+        backend: See `dsa.inspection.open_state`.
 
     Yields:
         What is there; every block of a checkpoint is compared with its checksum while it is read.
@@ -99,7 +102,7 @@ def open_subject(
     """
     directory = state_directory(url, storage_options)
     if directory is not None:
-        with open_state(directory) as view:
+        with open_state(directory, backend=backend) as view:
             content = view.content()
             nbytes = sum(table.rows * table.schema.dtype.itemsize for table in content.tables)
             yield Subject(str(view.path), "state", content, nbytes, view)

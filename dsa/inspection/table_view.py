@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.backends.base import Source
 from dsa.inspection import arrays, text
 from dsa.inspection.directory import file_sizes
 from dsa.inspection.overlaid import OverlaidBackend
-from dsa.inspection.sources import Source
+from dsa.inspection.sources import files_at
 from dsa.rules.init import Initializer
 from dsa.schema import Records, Schema
 from dsa.state.coalesce import as_rows
@@ -53,7 +55,8 @@ class TableView:
 
     `read` and `weights` copy rows and have neither gap.
 
-    Of a table that is stored as Zarr, ``table["w"]`` is a `zarr.Array`: its slices are numpy arrays.
+    Of a table that is stored as Zarr, ``table["w"]`` is a `zarr.Array`: its slices are numpy arrays. Of one
+    in a storage of your own it may be an array that reads rows when it is sliced.
 
     Args:
         source: Its records, opened for reading.
@@ -61,10 +64,11 @@ class TableView:
         table: What the description says of it.
         state: The state that it belongs to.
         index: Its position in the state.
+        path: Where its file is, or its directory.
     """
 
     def __init__(
-        self, source: Source, overlaid: OverlaidBackend, table: Table, state: Owner, index: int
+        self, source: Source, overlaid: OverlaidBackend, table: Table, state: Owner, index: int, path: Path
     ) -> None:
         """Keep what it is handed; `dsa.inspection.state_view` is the way to call this."""
         self._source = source
@@ -72,6 +76,7 @@ class TableView:
         self._table = table
         self._state = state
         self._index = index
+        self._path = path
 
     @property
     def name(self) -> str:
@@ -126,12 +131,12 @@ class TableView:
     @property
     def file_bytes(self) -> int:
         """The length of the table's files."""
-        return sum(file_sizes(file)[0] for file in self._source.files)
+        return sum(file_sizes(file)[0] for file in files_at(self._path))
 
     @property
     def disk_bytes(self) -> int:
         """The bytes that they occupy on disk, which a sparse file's length exceeds."""
-        return sum(file_sizes(file)[1] for file in self._source.files)
+        return sum(file_sizes(file)[1] for file in files_at(self._path))
 
     @property
     def logical_bytes(self) -> int:

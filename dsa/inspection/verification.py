@@ -11,6 +11,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from dsa.backends.base import Layout
 from dsa.checkpoint import Checkpoint, OpenedContent, open_content
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.checkpoint.places import StorageOptions
@@ -25,10 +26,11 @@ from dsa.errors import (
     StateIncompleteError,
 )
 from dsa.inspection import StateView, TableView
+from dsa.inspection.sources import table_path
 from dsa.inspection.subjects import Kind, find_checkpoint, state_directory
 from dsa.kernels.checks import describe_fault, first_implausible
 from dsa.schema import Records
-from dsa.state.metadata import journal_files, owned_files, table_file_name
+from dsa.state.metadata import journal_files, owned_files
 from dsa.state.recovery import defects, doubts
 from dsa.state.table import lost_rows, outside_rows
 
@@ -79,6 +81,7 @@ def verify(
     base: str | os.PathLike[str] | None = None,
     progress: Progress = False,
     storage_options: StorageOptions | None = None,
+    backend: Layout | None = None,
 ) -> Verification:
     """Find out whether a state directory or a checkpoint is whole; nothing of it is changed.
 
@@ -92,10 +95,12 @@ def verify(
         base: The full checkpoint that a differential one is relative to, if it isn't beside it.
         progress: True for a bar, or a function of the bytes done and their total.
         storage_options: For fsspec.
+        backend: The layout of tables whose kind is not one of the package's, see `dsa.backends.Layout`.
 
     Raises:
         CheckpointNotFoundError: nothing is there, or a differential checkpoint's base is not.
-        StateMismatchError, CheckpointMismatchError: it is of another format, or of another release.
+        StateMismatchError, CheckpointMismatchError: it is of another format, of another release, or
+            holds tables of a kind that is not known.
 
     Example:
         >>> import tempfile
@@ -110,7 +115,7 @@ def verify(
     name = os.fspath(url)
     directory = state_directory(url, storage_options)
     if directory is not None:
-        return _verified_directory(directory, progress)
+        return _verified_directory(directory, progress, backend)
     try:
         checkpoint = find_checkpoint(url, storage_options)
     except _Damage as error:
@@ -118,17 +123,17 @@ def verify(
     return _verified_checkpoint(checkpoint, base, progress, storage_options)
 
 
-def _verified_directory(directory: Path, progress: Progress) -> Verification:
+def _verified_directory(directory: Path, progress: Progress, backend: Layout | None) -> Verification:
     for _ in range(_TRIES):
         # A process that trains may replace whole tables meanwhile.
         with contextlib.suppress(StateClosedError):
-            return _verified_once(directory, progress)
-    return _verified_once(directory, progress)
+            return _verified_once(directory, progress, backend)
+    return _verified_once(directory, progress, backend)
 
 
-def _verified_once(directory: Path, progress: Progress) -> Verification:
+def _verified_once(directory: Path, progress: Progress, backend: Layout | None) -> Verification:
     try:
-        with StateView(directory.absolute(), tolerant=True) as view:
+        with StateView(directory.absolute(), tolerant=True, backend=backend) as view:
             return _verified_state(view, progress)
     except _Damage as error:
         return Verification(str(directory), "state", None, 0, 0, (str(error),))
@@ -301,9 +306,7 @@ def _standing(view: StateView) -> tuple[list[str], list[str]]:
     remarks += doubts(stored)
     if view.observed.spared:
         remarks.append("its journal is damaged in records that the tables hold, so that nothing is lost")
-    names = {
-        table_file_name(str(t["name"]), t.get("generation", 0), t["backend"]["kind"]) for t in stored.tables
-    }
+    names = {table_path(view.path, table).name for table in stored.tables}
     left = [each.name for each in owned_files(view.path) if each.name not in names]
     if left:
         remarks.append(f"table files that no description names: {', '.join(left)}")

@@ -8,13 +8,14 @@ from typing import Any, Literal, final
 import torch
 from torch.nn import functional
 
+from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
 from dsa.modules.disk_module import DiskModule, Source, TableState, table_spec_of
 from dsa.modules.lookup import look_up
 from dsa.modules.pretrained import pretrained_options, pretrained_source
 from dsa.optimizers.arguments import DEFAULT_BACKEND, layout_of_backend
 from dsa.rules.init import MatrixLike
-from dsa.state.storage import Durability, Layout, Queue, StorageChoice
+from dsa.state.storage import Durability, Queue, StorageChoice
 
 __all__ = ["DiskEmbedding", "DiskEmbeddingBag"]
 
@@ -45,7 +46,7 @@ class DiskEmbedding(DiskModule):
         state: What to reserve for the optimizer: ``"adam"``, or ``"rowwise_adam"`` with one second moment per
             row.
         init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius.
-        backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap` or `dsa.backends.Zarr`, see
+        backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap`, `dsa.backends.Zarr` or another layout, see
             `DiskSparseRiemannianAdam`; as the further options, left out it is the default or what the
             directory was opened with.
         allocate: ``"reserve"`` or ``"sparse"``.

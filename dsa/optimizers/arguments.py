@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from dsa.backends.memmap import Memmap
-from dsa.backends.zarr import Zarr
+from dsa.backends.base import Layout
 from dsa.errors import StateMismatchError, StateWarning, notify
 from dsa.optimizers.options import as_number
 from dsa.rules.conventions import DSA_ADAM, BiasCorrection, Convention, SecondMoment
@@ -16,7 +15,7 @@ from dsa.rules.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.rules.manifolds import manifold_of
 from dsa.schema import adam_schema
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import Layout, TableSpec
+from dsa.state.storage import TableSpec, as_layout
 from dsa.state.table import Table
 
 __all__ = [
@@ -155,18 +154,9 @@ def layout_of_backend(backend: str | Layout) -> Layout | None:
     """Return the layout that a ``backend`` argument asks for; None where it was left out.
 
     Raises:
-        ValueError: the backend is not known.
+        ValueError: the backend is not known, or can't be one.
     """
-    if isinstance(backend, Memmap | Zarr):
-        return backend
-    if backend is DEFAULT_BACKEND:
-        return None
-    if backend not in ("memmap", "zarr"):
-        raise ValueError(
-            f"backend={backend!r} is not known: pass 'memmap', 'zarr', dsa.backends.Memmap(...) or "
-            "dsa.backends.Zarr(...)"
-        )
-    return Memmap() if backend == "memmap" else Zarr()
+    return None if backend is DEFAULT_BACKEND else as_layout(backend)
 
 
 def held_tensor(source: Initializer | FromArray, retain: bool) -> torch.Tensor:

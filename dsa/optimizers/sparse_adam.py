@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn, Self, final, overload
 
 import torch
 
+from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
 from dsa.errors import StateMismatchError, TrainingWarning, notify
 from dsa.optimizers.arguments import (
@@ -42,7 +43,7 @@ from dsa.rules.conventions import (
 )
 from dsa.state.coalesce import as_rows
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import Durability, Layout, Queue, StorageChoice
+from dsa.state.storage import Durability, Queue, StorageChoice
 from dsa.state.table import Table
 
 __all__ = ["DiskSparseAdam"]
@@ -87,7 +88,7 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
         max_step: Longest step on a ball in hyperbolic units, or None.
         resume: None refuses to guess when there is state in `state_dir`; True continues it; False replaces
             it, with a warning.
-        backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap` or `dsa.backends.Zarr`, see
+        backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap`, `dsa.backends.Zarr` or another layout, see
             `DiskSparseRiemannianAdam`.
         allocate: ``"reserve"`` or ``"sparse"``.
         durability: ``"process"``, ``"power"`` or ``"none"``.

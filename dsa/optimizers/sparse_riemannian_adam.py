@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn, Self, final
 import numpy as np
 import torch
 
+from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
 from dsa.optimizers.arguments import (
     DEFAULT_BACKEND,
@@ -44,7 +45,7 @@ from dsa.state.coalesce import as_gradient, as_rows, coalesce
 from dsa.state.opening import open_state
 from dsa.state.replacement import change_curvature
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import Durability, Layout, Queue, StorageChoice
+from dsa.state.storage import Durability, Queue, StorageChoice
 from dsa.state.table import read_weights
 
 __all__ = ["DiskSparseRiemannianAdam"]
@@ -88,7 +89,9 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
         backend: Where the rows live. ``"memmap"`` is the fastest; `dsa.backends.Memmap` gives it a layout of
             your own. ``"zarr"`` is a Zarr group that other programs can read while training runs;
             `dsa.backends.Zarr` with ``compression="zstd"`` saves disk, at ten to hundreds of times the cost
-            of a step. Left out where there is state, the backend is the state's, which can't be changed.
+            of a step. A storage of your own is an object with the members of `dsa.backends.Layout`. Left out
+            where there is state, the backend is the state's, which can't be changed; a storage of your own is
+            passed whenever its state is opened.
         allocate: ``"reserve"`` takes the whole disk space now; ``"sparse"`` takes it as rows are first
             written, as compressed shards do, and a step that finds none is an error and changes nothing.
         durability: ``"process"``: a step that has returned survives the death of the process (kill -9, out of

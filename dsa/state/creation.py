@@ -265,9 +265,9 @@ def is_current(path: Path, metadata: Metadata) -> bool:
 
 
 def _make_journal(path: Path, metadata: Metadata, storage: Storage) -> Journal:
-    durable = storage.durability == "power"
-    keeps = durable or storage.queue is not None or storage.overlay_bytes > 0
-    limit = (storage.overlay_bytes or _RETAINING_BYTES) if keeps else 0
+    durable, collected = storage.durability == "power", storage.layout.collect_bytes
+    keeps = durable or storage.queue is not None or collected > 0
+    limit = (collected or _RETAINING_BYTES) if keeps else 0
     first = min(_FIRST_BYTES, limit or _FIRST_BYTES)
     file = path / metadata.journal_name
     return Journal.create(file, metadata.journal_identity, first, durable, limit)
@@ -276,7 +276,7 @@ def _make_journal(path: Path, metadata: Metadata, storage: Storage) -> Journal:
 def queue_writes(table: Table, storage: Storage) -> None:
     """Put a write queue in front of a table's backend, if the storage asks for one."""
     if isinstance(table.backend, WriteBehind):
-        table.writer = table.backend  # that of compressed shards
+        table.writer = table.backend  # which collects, see `Layout.collect_bytes`
     elif storage.queue is not None:
         options = storage.queue
         table.writer = WriteBehind(

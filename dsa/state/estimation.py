@@ -6,13 +6,11 @@ import operator
 from dataclasses import dataclass
 from typing import Final, final
 
-from dsa.backends.memmap import Memmap, choose_stride, stored_bytes
-from dsa.backends.zarr import Zarr
+from dsa.backends.base import Layout
+from dsa.backends.layouts import Memmap
 from dsa.rules.conventions import AdamOptions, SecondMoment
 from dsa.schema import Schema, adam_schema
 from dsa.state.journal_format import BODY, layout_of
-from dsa.state.storage import Layout, Storage
-from dsa.state.table_files import table_bytes
 
 __all__ = ["Estimate", "estimate"]
 
@@ -78,23 +76,13 @@ def estimate(
     logical = sum(fields.values()) - fields["s"]
     layout = Memmap() if backend is None else backend
     journal = _journal_bytes(min(batch, rows), schema, layout)
-    if isinstance(layout, Zarr):
-        layout = Zarr(layout.shard_bytes)
-    file = table_bytes(rows, schema, layout)
-    return Estimate(fields, logical, file, file + logical, _record_bytes(schema, layout), journal)
-
-
-def _record_bytes(schema: Schema, layout: Layout) -> int:
-    if isinstance(layout, Memmap):
-        return choose_stride(stored_bytes(schema), layout.stride)
-    checksum = stored_bytes(schema) - schema.dtype.itemsize
-    return sum(schema.field_bytes(field) for field in schema.fields) + checksum
+    sizes = layout.sizes(rows, schema)
+    return Estimate(fields, logical, sizes.filled, sizes.filled + logical, sizes.record, journal)
 
 
 def _journal_bytes(batch: int, schema: Schema, layout: Layout) -> int:
     """Return the length that the ring grows to: it keeps the last step's entry while it takes the next."""
-    overlay = Storage(backend=layout).overlay_bytes
-    if overlay:
-        return BODY + overlay
+    if layout.collect_bytes:
+        return BODY + layout.collect_bytes
     entry = layout_of(_NOTE_BYTES, [(batch, schema.dtype.itemsize)]).length
     return BODY + (_JOURNAL_BYTES if 2 * entry <= _JOURNAL_BYTES else 3 * entry)

@@ -45,7 +45,7 @@ def match_stored_table(path: Path, spec: TableSpec, stored: dict[str, Any], stor
     schema = Schema.from_json(description.get("schema"))
     try:
         _match(description["rows"], schema, str(stored.get("second_moment")), spec)
-        match_layout(spec.name, spec.source.rows, schema, description, storage.backend)
+        match_layout(spec.name, description, storage.backend)
     except StateMismatchError as error:
         raise StateMismatchError(f"in {str(path)!r}, {error}") from None
 

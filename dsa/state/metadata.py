@@ -37,8 +37,10 @@ __all__ = [
     "mark_failed",
     "owned_files",
     "read_metadata",
+    "require_kind",
     "table_file_name",
     "unmark_failed",
+    "version_of",
     "write_metadata",
 ]
 
@@ -49,8 +51,11 @@ FORMAT_VERSION: Final = 4
 METADATA_NAME: Final = "dsa.json"
 _FAILED_NAME: Final = "dsa.failed"
 DURABILITIES: Final = ("process", "power", "none")
-_SUFFIXES: Final = {"memmap": ".dsa", "zarr": ".zarr"}
-_TABLE_NAME: Final = re.compile(r"[a-z0-9_-]{0,40}-[0-9a-f]{16}(\.[0-9]+)?\.(dsa|zarr)")
+_KIND: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_ENDINGS: Final = {"memmap": ".dsa", "zarr": ".zarr"}
+_TABLE_NAME: Final = re.compile(
+    r"([a-z0-9_-]{0,40}-[0-9a-f]{16})(?:\.([0-9]+))?\.(?:dsa|zarr|[a-z][a-z0-9_]{0,31}\.dsa)"
+)
 _JOURNAL_NAME: Final = re.compile(r"dsa\.journal(\.[0-9]+)?")
 _STATUSES: Final = ("creating", "open", "closed")
 
@@ -112,20 +117,35 @@ def table_file_name(name: str, generation: int = 0, kind: str = "memmap") -> str
         name: The table's.
         generation: How often its file was replaced as a whole: the new one lies beside the old one until the
             description names it.
-        kind: That of its backend, ``"memmap"`` or ``"zarr"``, whose file is a directory.
+        kind: That of its layout, see `dsa.backends.Layout`.
 
     Raises:
-        ValueError: the kind is not known.
+        ValueError: no layout can be of that kind.
 
     Example:
-        >>> table_file_name("enc.emb"), table_file_name("enc.emb", 2)
-        ('enc_emb-2c202679713f42b7.dsa', 'enc_emb-2c202679713f42b7.2.dsa')
+        >>> table_file_name("enc.emb"), table_file_name("enc.emb", 2, "sqlite")
+        ('enc_emb-2c202679713f42b7.dsa', 'enc_emb-2c202679713f42b7.2.sqlite.dsa')
     """
-    if kind not in _SUFFIXES:
-        raise ValueError(f"the kind {kind!r} is not one of a backend's: use one of {sorted(_SUFFIXES)}")
+    require_kind(kind)
     readable = re.sub(r"[^a-z0-9_-]", "_", name.lower().encode("ascii", "replace").decode())[:40]
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return f"{readable}-{digest}{f'.{generation}' if generation else ''}{_SUFFIXES[kind]}"
+    return f"{readable}-{digest}{f'.{generation}' if generation else ''}{_ENDINGS.get(kind, f'.{kind}.dsa')}"
+
+
+def require_kind(kind: str) -> None:
+    """Raise `ValueError` when no layout can be of a kind: it is part of a file's name."""
+    if not _KIND.fullmatch(kind):
+        raise ValueError(
+            f"the kind {kind!r} of a layout can't be part of a file's name: use at most 32 lower-case "
+            "letters, digits and underscores, a letter first"
+        )
+
+
+def version_of(file: Path) -> tuple[str, int]:
+    """Return of a table's file the part of its name that all generations share, and its generation."""
+    found = _TABLE_NAME.fullmatch(file.name)
+    assert found is not None, "only files that dsa has named have a version"
+    return found[1], int(found[2] or 0)
 
 
 def owned_files(directory: Path) -> list[Path]:
@@ -244,9 +264,12 @@ def _is_table(table: Any) -> bool:  # noqa: ANN401 - JSON is untyped until it ha
     backend = table.get("backend")
     if not known or not isinstance(backend, dict):
         return False
-    numbers = ("rows",) if backend.get("kind") == "zarr" else ("rows", "stride")
-    return isinstance(backend.get("schema"), dict) and all(
-        isinstance(backend.get(key), int) for key in numbers
+    kind = backend.get("kind")
+    return (
+        isinstance(backend.get("schema"), dict)
+        and isinstance(backend.get("rows"), int)
+        and isinstance(kind, str)
+        and _KIND.fullmatch(kind) is not None
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from dsa.backends import system
 from dsa.backends.base import StateBackend
-from dsa.errors import StateCorruptError, StateWarning, notify
+from dsa.errors import StateCorruptError, StateError, StateWarning, notify
 from dsa.rules.init import from_json
 from dsa.rules.manifolds import curvature_from_json
 from dsa.schema import Rows
@@ -37,7 +37,7 @@ from dsa.state.progress import Progress
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Storage, TableSpec
 from dsa.state.table import Table, content_of, implausible_rows, lost_rows, outside_rows, stamp_of
-from dsa.state.table_files import drain_backend, match_kind, open_backend, stored_layout
+from dsa.state.table_files import drain_backend, match_layout, open_backend, stored_layout
 
 __all__ = [
     "Loss",
@@ -96,7 +96,7 @@ def continue_state(
         if spec.name in by_name:
             match_stored_table(path, spec, by_name[spec.name], storage)
     for name, description in by_name.items():
-        match_kind(name, description["backend"], storage.backend)
+        match_layout(name, description["backend"], storage.backend)
     if storage.backend is None and stored.tables:
         storage = replace(storage, backend=stored_layout(stored.tables[0]))
     if is_copy(path, stored):
@@ -400,7 +400,7 @@ def _open_table(path: Path, name: str, stored: dict[str, Any], storage: Storage)
             awaited=stored.get("weights"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, StateCorruptError):
+        if isinstance(error, StateError):
             raise
         raise StateCorruptError(
             f"the description of table {name!r} in {str(path)!r} can't be read ({error!r}): restore "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final
 
+from dsa.backends.base import Layout
 from dsa.errors import StateWarning, notify
 from dsa.state.creation import add_table
 from dsa.state.directories import local_directory
@@ -91,13 +92,18 @@ def check_choice(state: StateDirectory, choice: StorageChoice) -> None:
     """
     for field in fields(choice):
         value, opened = getattr(choice, field.name), getattr(state.storage, field.name)
-        if value is None or (field.name == "backend" and is_part_of(value, opened)):
+        if value is None or (field.name == "backend" and _is_backend_of(state, value)):
             continue
         if value != opened:
             raise ValueError(
                 f"{field.name}={value!r} differs from {opened!r}, with which {str(state.path)!r} was opened: "
                 "whoever opens a directory chooses; leave it out"
             )
+
+
+def _is_backend_of(state: StateDirectory, asked: Layout) -> bool:
+    stored = [table.backend.describe() for table in state.tables.values()]
+    return is_part_of(asked, state.storage.backend) and not any(map(asked.refusal, stored))
 
 
 def _claim(state: StateDirectory, specs: Sequence[TableSpec], user: object) -> list[Table]:

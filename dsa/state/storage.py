@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Literal, final
 
+from dsa.backends.base import Layout
+from dsa.backends.layouts import BUILT_IN, Memmap
 from dsa.backends.mapping import Allocate
-from dsa.backends.memmap import Memmap
-from dsa.backends.zarr import Zarr
-from dsa.backends.zarr_compressed import OVERLAY_BYTES
 from dsa.rules.init import FromArray, Initializer
 from dsa.schema import Schema
-from dsa.state.metadata import DURABILITIES
+from dsa.state.metadata import DURABILITIES, require_kind
 
-__all__ = ["Durability", "Layout", "Queue", "Storage", "StorageChoice", "TableSpec", "is_part_of"]
-
-Layout = Memmap | Zarr
-"""Which backend keeps the records, and how."""
+__all__ = ["Durability", "Queue", "Storage", "StorageChoice", "TableSpec", "as_layout", "is_part_of"]
 
 Durability = Literal["process", "power", "none"]
 
@@ -71,7 +67,7 @@ class Storage:
     """How a state is stored.
 
     Args:
-        allocate: ``"reserve"`` or ``"sparse"``, see `MemmapBackend.create`.
+        allocate: ``"reserve"`` or ``"sparse"``, see `dsa.backends.Layout.create`.
         backend: The backend of new tables; None is memmap, or what the state has already.
         queue: How writes are queued for a thread; None writes them in the step.
         durability: ``"process"``: a step that has returned survives the process. ``"power"``: it survives a
@@ -88,24 +84,38 @@ class Storage:
         """The backend of new tables."""
         return Memmap() if self.backend is None else self.backend
 
-    @property
-    def overlay_bytes(self) -> int:
-        """Bytes of new records that are collected before they are written; 0 when they are not."""
-        layout = self.layout
-        if isinstance(layout, Memmap) or layout.compression is None:
-            return 0
-        return layout.overlay_bytes or OVERLAY_BYTES
-
 
 def is_part_of(asked: Layout, opened: Layout | None) -> bool:
-    """Tell whether a layout asks for nothing but what another one, memmap when None, is."""
+    """Tell whether a layout asks for nothing but what another one, memmap when None, is.
+
+    An option that is None asks for nothing; what that means for stored tables their layout knows.
+    """
     whole = Memmap() if opened is None else opened
-    if type(asked) is not type(whole):
-        return False
-    if isinstance(asked, Zarr) and isinstance(whole, Zarr) and asked.compression != whole.compression:
-        return False
-    options = [each.name for each in fields(asked)]
-    return all(getattr(asked, name) in (None, getattr(whole, name)) for name in options)
+    return asked == whole or (type(asked) is type(whole) and _given(asked).items() <= _given(whole).items())
+
+
+def _given(layout: Layout) -> dict[str, object]:
+    """Return the options of a layout that is a dataclass, but for those that are None."""
+    options = asdict(layout) if is_dataclass(layout) else {"layout": layout}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def as_layout(backend: object) -> Layout:
+    """Return the layout that a ``backend`` argument asks for: itself, or one of the package's by its kind.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(backend, Layout) and not isinstance(backend, type):
+        require_kind(backend.kind)
+        return backend
+    for layout in BUILT_IN:
+        if layout.kind == backend:
+            return layout
+    raise ValueError(
+        f"backend={backend!r} is not known: pass 'memmap', 'zarr', dsa.backends.Memmap(...), "
+        "dsa.backends.Zarr(...) or an object with the members of dsa.backends.Layout"
+    )
 
 
 @final
@@ -135,4 +145,5 @@ class StorageChoice:
             raise ValueError(f"durability={self.durability!r} is not known: use one of {DURABILITIES}")
         if self.allocate not in (None, "reserve", "sparse"):
             raise ValueError(f"allocate={self.allocate!r} is not known: use 'reserve' or 'sparse'")
-        return Storage(self.allocate or "reserve", self.backend, self.durability or "process", self.queue)
+        backend = None if self.backend is None else as_layout(self.backend)
+        return Storage(self.allocate or "reserve", backend, self.durability or "process", self.queue)

@@ -1,4 +1,4 @@
-"""The file of a table in a state directory: made, opened and removed by the kind of its backend."""
+"""The file of a table in a state directory: named, made, opened and removed, whatever its layout is."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from dsa.backends import system
-from dsa.backends.base import StateBackend
-from dsa.backends.memmap import Memmap, MemmapBackend, choose_stride, file_bytes, stored_bytes
+from dsa.backends.base import Layout, StateBackend
+from dsa.backends.layouts import BUILT_IN
 from dsa.backends.writer import WriteBehind
-from dsa.backends.zarr import Zarr, ZarrBackend
-from dsa.backends.zarr_compressed import CACHE_BYTES, OVERLAY_BYTES, CompressedZarrBackend
-from dsa.backends.zarr_group import describe_group, disk_bytes
 from dsa.errors import StateMismatchError
 from dsa.schema import Schema
-from dsa.state.metadata import owned_files, table_file_name
-from dsa.state.storage import Layout, Storage
+from dsa.state.metadata import owned_files, table_file_name, version_of
+from dsa.state.storage import Queue, Storage
 from dsa.state.table import Table
 
 __all__ = [
     "drain_backend",
     "file_of",
+    "layout_for",
     "make_backend",
-    "match_kind",
     "match_layout",
     "new_file",
     "open_backend",
@@ -37,10 +34,8 @@ __all__ = [
 
 
 def table_bytes(rows: int, schema: Schema, layout: Layout) -> int:
-    """Return the size of the file of a table; of compressed shards, that of one without rows."""
-    if isinstance(layout, Memmap):
-        return file_bytes(rows, schema, layout.stride)
-    return disk_bytes(describe_group(rows, schema, layout.compression, layout.shard_bytes))[0]
+    """Return the bytes that making a table takes; of compressed shards, those of one without rows."""
+    return layout.sizes(rows, schema).made
 
 
 def probe_table(directory: Path, rows: int, schema: Schema, layout: Layout) -> None:
@@ -49,24 +44,15 @@ def probe_table(directory: Path, rows: int, schema: Schema, layout: Layout) -> N
     Raises:
         OSError: it can't.
     """
-    if isinstance(layout, Memmap):
-        size = file_bytes(rows, schema, layout.stride)
-    else:
-        size = disk_bytes(describe_group(rows, schema, layout.compression, layout.shard_bytes))[1]
-    system.probe_size(directory, size)
+    system.probe_size(directory, layout.sizes(rows, schema).largest)
 
 
 def new_file(directory: Path, name: str, layout: Layout) -> tuple[Path, int]:
     """Return where a table is to be made, and as which generation: one after those that are there."""
-    kind = "memmap" if isinstance(layout, Memmap) else "zarr"
     stem = table_file_name(name).partition(".")[0]
-    taken = [_generation(file) for file in owned_files(directory) if file.name.partition(".")[0] == stem]
-    generation = max(taken, default=-1) + 1
-    return directory / table_file_name(name, generation, kind), generation
-
-
-def _generation(file: Path) -> int:
-    return int(file.stem.partition(".")[2] or 0)
+    there = [version_of(file) for file in owned_files(directory)]
+    generation = max([number for each, number in there if each == stem], default=-1) + 1
+    return directory / table_file_name(name, generation, layout.kind), generation
 
 
 def file_of(directory: Path, table: Table) -> Path:
@@ -83,16 +69,8 @@ def make_backend(file: Path, rows: int, schema: Schema, storage: Storage) -> Sta
         DiskSpaceError: there is not enough room; nothing is left behind.
     """
     remove_table_file(file)
-    layout, allocate = storage.layout, storage.allocate
-    if isinstance(layout, Memmap):
-        return MemmapBackend.create(file, rows, schema, stride=layout.stride, allocate=allocate)
-    if layout.compression is None:
-        return ZarrBackend.create(file, rows, schema, shard_bytes=layout.shard_bytes, allocate=allocate)
-    cache = layout.cache_bytes or CACHE_BYTES
-    backend = CompressedZarrBackend.create(
-        file, rows, schema, shard_bytes=layout.shard_bytes, cache_bytes=cache
-    )
-    return _collecting(backend, storage)
+    layout = storage.layout
+    return _collecting(layout.create(file, rows, schema, storage.allocate), layout, storage.queue)
 
 
 def open_backend(directory: Path, name: str, stored: Mapping[str, Any], storage: Storage) -> StateBackend:
@@ -102,34 +80,66 @@ def open_backend(directory: Path, name: str, stored: Mapping[str, Any], storage:
         directory: The state directory.
         name: The table's name.
         stored: Its description in the metadata, which says what it is.
-        storage: How to go on.
+        storage: How to go on; its layout opens the table if that is of its kind.
 
     Raises:
         StateCorruptError: the file is missing, damaged, or another table's.
+        StateMismatchError: no layout of its kind is known.
     """
     description = stored["backend"]
     file = directory / table_file_name(name, stored.get("generation", 0), description["kind"])
-    if description["kind"] == "memmap":
-        return MemmapBackend.open(file, description)
-    if description["compression"] is None:
-        return ZarrBackend.open(file, description)
-    layout = storage.layout
-    cache = layout.cache_bytes if isinstance(layout, Zarr) else None
-    return _collecting(
-        CompressedZarrBackend.open(file, description, cache_bytes=cache or CACHE_BYTES), storage
+    layout = layout_for(stored, storage.backend)
+    return _collecting(layout.open(file, description), layout, storage.queue)
+
+
+def layout_for(stored: Mapping[str, Any], given: Layout | None) -> Layout:
+    """Return the layout of a stored table's kind: the one given, or one of the package's with its options.
+
+    Args:
+        stored: The table's description in the metadata.
+        given: What whoever opens the state has passed.
+
+    Raises:
+        StateMismatchError: neither is of that kind.
+    """
+    kind = stored["backend"]["kind"]
+    if given is not None and given.kind == kind:
+        return given
+    for layout in BUILT_IN:
+        if layout.kind == kind:
+            return layout.like(stored["backend"])
+    raise StateMismatchError(
+        f"table {stored['name']!r} is stored by a backend of the kind {kind!r}, which is not one of the "
+        f"package's ({', '.join(layout.kind for layout in BUILT_IN)}): pass the layout that made it, "
+        "backend=..., or --backend MODULE:NAME to a command"
     )
 
 
-def _collecting(backend: CompressedZarrBackend, storage: Storage) -> WriteBehind:
-    """Return a queue that spares the backend small writes.
+def stored_layout(stored: Mapping[str, Any], given: Layout | None = None) -> Layout:
+    """Return the layout that new tables beside a stored one have.
+
+    Args:
+        stored: The stored table's description in the metadata.
+        given: See `layout_for`.
+
+    Raises:
+        StateMismatchError: see `layout_for`.
+    """
+    return layout_for(stored, given).like(stored["backend"])
+
+
+def _collecting(backend: StateBackend, layout: Layout, queue: Queue | None) -> StateBackend:
+    """Put a queue before a backend that is to be spared small writes.
 
     With a journal, its room is what fills first, and all tables are then written together. A thread begins
     when half of the room is used.
     """
-    overlay = storage.overlay_bytes or OVERLAY_BYTES
-    if storage.queue is None:
-        return WriteBehind(backend, collect_bytes=overlay, threaded=False)
-    return WriteBehind(backend, put_timeout=storage.queue.put_timeout, collect_bytes=max(1, overlay // 2))
+    room = layout.collect_bytes
+    if not room:
+        return backend
+    if queue is None:
+        return WriteBehind(backend, collect_bytes=room, threaded=False)
+    return WriteBehind(backend, put_timeout=queue.put_timeout, collect_bytes=max(1, room // 2))
 
 
 def drain_backend(backend: StateBackend) -> None:
@@ -138,67 +148,28 @@ def drain_backend(backend: StateBackend) -> None:
         backend.drain()
 
 
-def stored_layout(stored: Mapping[str, Any]) -> Layout:
-    """Return the layout that new tables beside a stored one have.
+def match_layout(name: str, description: dict[str, Any], asked: Layout | None) -> None:
+    """Raise `StateMismatchError` when a table is stored in another way than the one asked for.
 
-    Args:
-        stored: The stored table's description in the metadata.
-    """
-    description = stored["backend"]
-    if description.get("kind") == "zarr":
-        return Zarr(compression=description.get("compression"), shard_bytes=description.get("shard_bytes"))
-    return Memmap(stride=description.get("layout"))
-
-
-def match_kind(name: str, description: Mapping[str, Any], asked: Layout | None) -> None:
-    """Raise `StateMismatchError` when a table is stored by another backend than the one asked for.
-
-    All tables of a directory have one backend.
+    All tables of a directory have one layout.
 
     Args:
         name: The table's.
         description: That of its backend.
         asked: The layout; None asks for nothing.
     """
-    kind, compression = description.get("kind"), description.get("compression")
-    if asked is None or (kind == "memmap" and isinstance(asked, Memmap)):
+    if asked is None:
         return
-    if kind == "zarr" and isinstance(asked, Zarr) and asked.compression == compression:
-        return
-    what = f"{kind!r} with compression={compression!r}" if kind == "zarr" else f"{kind!r}"
-    raise StateMismatchError(
-        f"table {name!r} is stored by the backend {what}, which backend={asked!r} is not: leave the backend "
-        "out, or carry the state over to a new directory through a checkpoint"
-    )
-
-
-def match_layout(
-    name: str, rows: int, schema: Schema, description: Mapping[str, Any], asked: Layout | None
-) -> None:
-    """Raise `StateMismatchError` when a table is laid out in another way than the one asked for.
-
-    Args:
-        name: The table's.
-        rows: Its rows.
-        schema: Its schema.
-        description: That of its backend.
-        asked: The layout; None asks for nothing.
-    """
-    match_kind(name, description, asked)
-    if isinstance(asked, Memmap) and asked.stride is not None:
-        stride = description.get("stride")
-        if choose_stride(stored_bytes(schema), asked.stride) != stride:
-            raise StateMismatchError(
-                f"table {name!r} is stored with a stride of {stride} bytes, which stride={asked.stride!r} is "
-                "not: leave the stride out"
-            )
-    if isinstance(asked, Zarr) and asked.shard_bytes is not None:
-        cuts = describe_group(rows, schema, asked.compression, asked.shard_bytes)["cuts"]
-        if description.get("cuts") != cuts:
-            raise StateMismatchError(
-                f"table {name!r} is stored in other shards than those of shard_bytes={asked.shard_bytes!r}: "
-                "leave it out"
-            )
+    kind = description.get("kind")
+    if kind != asked.kind:
+        raise StateMismatchError(
+            f"table {name!r} is stored by the backend {kind!r}, which backend={asked!r} is not: leave the "
+            "backend out, pass the one that made it, or carry the state over to a new directory through a "
+            "checkpoint"
+        )
+    refusal = asked.refusal(description)
+    if refusal:
+        raise StateMismatchError(f"table {name!r} {refusal}")
 
 
 def remove_table_file(file: Path) -> None:
@@ -216,8 +187,9 @@ def sweep(directory: Path, in_use: Iterable[tuple[str, int]]) -> None:
         directory: The state directory.
         in_use: Name and generation of each table.
     """
-    current = {table_file_name(*each).rpartition(".")[0] for each in in_use}
-    stems = {name.partition(".")[0] for name in current}
+    current = {(table_file_name(name).partition(".")[0], generation) for name, generation in in_use}
+    stems = {stem for stem, _ in current}
     for file in owned_files(directory):
-        if file.stem not in current and file.name.partition(".")[0] in stems:
+        version = version_of(file)
+        if version not in current and version[0] in stems:
             remove_table_file(file)

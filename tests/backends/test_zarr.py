@@ -11,8 +11,7 @@ import pytest
 from zarr_tables import Mapped, damage, decode, files_of, make, occupied, open_files
 
 import dsa.schema
-from dsa.backends import zarr_group
-from dsa.backends.zarr import Zarr, ZarrBackend
+from dsa.backends import Zarr, ZarrBackend, zarr_group
 from dsa.backends.zarr_group import array_layouts, checksum_layouts, describe_group
 from dsa.errors import DiskSpaceError, StateClosedError
 from dsa.schema import Field, Schema, adam_schema

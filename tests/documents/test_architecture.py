@@ -28,7 +28,7 @@ GUARDED = {
     "matplotlib": ["dsa.cli.demo.*", "dsa.inspection.plots.*"],
     "rich": ["dsa.inspection.render"],
     "xarray": ["dsa.inspection.arrays"],
-    "zarr": ["dsa.checkpoint.*", "dsa.inspection.sources"],
+    "zarr": ["dsa.checkpoint.*", "dsa.backends.zarr_group"],
 }
 
 

@@ -62,6 +62,7 @@ DELIBERATE = {
         ("dsa.state.directories", "{error}"),
         ("dsa.errors", "{message}"),
         ("dsa.state.matching", "in {path}, {error}"),
+        ("dsa.state.table_files", "table {name} {refusal}"),
     ],
     "what the system or a library says, with its own class": [
         ("dsa.checkpoint.exchange", "{code}"),

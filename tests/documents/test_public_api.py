@@ -25,6 +25,7 @@ PUBLIC = [
     "dsa",
     "dsa.backends",
     "dsa.backends.base",
+    "dsa.backends.layouts",
     "dsa.backends.memmap",
     "dsa.backends.memory",
     "dsa.backends.zarr",

@@ -1,4 +1,4 @@
-"""Other kinds of backends: Zarr, and one that takes a single function to be looked at."""
+"""Other kinds of backends: Zarr, and one whose layout is passed by whoever looks at the state."""
 
 import json
 import zlib
@@ -9,43 +9,65 @@ import zarr
 from small_states import build, train
 
 from dsa import init
-from dsa.backends import CompressedZarrBackend, MemoryBackend, Zarr
-from dsa.errors import CorruptRowError, StateCorruptError
+from dsa.backends import CompressedZarrBackend, MemoryBackend, Source, Zarr
+from dsa.errors import CorruptRowError, StateCorruptError, StateMismatchError
 from dsa.inspection import open_state, summarize
-from dsa.inspection.sources import OPENERS, Source, open_source
+from dsa.schema import adam_schema
 from dsa.state.metadata import METADATA_NAME
 
 
-@pytest.fixture
-def directory(path, monkeypatch):
-    """A state whose tables have changed hands."""
-    with open_state(path) as state:
-        held = {name: table.read(range(table.rows), initial=False) for name, table in state.tables.items()}
-        schemas = {name: table.schema for name, table in state.tables.items()}
+class Copied:
+    """A layout of tables that are in memory, to be looked at alone."""
 
-    def open_copy(directory, stored):
-        records = held[stored["name"]]
-        backend = MemoryBackend(len(records), schemas[stored["name"]])
-        backend.write(np.arange(len(records)), records)
-        group = zarr.create_group(zarr.storage.MemoryStore())
-        for name in records.dtype.names:
-            group.create_array(name, data=np.ascontiguousarray(records[name]))
-        return Source(backend, lambda name: group[name], ())
+    kind = "copy"
+    collect_bytes = 0
 
-    monkeypatch.setitem(OPENERS, "copy", open_copy)
+    def __init__(self, tables):
+        self.tables = tables
+
+    def look(self, path, description):
+        backend, group = self.tables[description["id"]]
+        return Source(backend, lambda name: group[name])
+
+    def unused(self, *arguments):
+        raise AssertionError("a state that is looked at is neither made nor changed")
+
+    sizes = create = open = like = refusal = unused
+
+
+def edit(path, change):
+    """Change the tables in a description."""
     document = json.loads((path / METADATA_NAME).read_text())
     for table in document["content"]["tables"]:
-        table["backend"]["kind"] = "copy"
+        change(table)
     document["crc32"] = f"{zlib.crc32(json.dumps(document['content'], sort_keys=True).encode()):08x}"
     (path / METADATA_NAME).write_text(json.dumps(document))
-    return path
 
 
-def test_a_view_over_another_kind(tmp_path, directory):
+@pytest.fixture
+def copied(path):
+    """A state whose tables have changed hands, and the layout that they have now."""
+    tables = {}
+    with open_state(path) as state:
+        for name, table in state.tables.items():
+            records = table.read(range(table.rows), initial=False)
+            backend = MemoryBackend(len(records), table.schema)
+            backend.write(np.arange(len(records)), records)
+            group = zarr.create_group(zarr.storage.MemoryStore())
+            for field in records.dtype.names:
+                group.create_array(field, data=np.ascontiguousarray(records[field]))
+            tables[name] = backend, group
+    edit(path, lambda table: table["backend"].update(kind="copy", id=table["name"]))
+    return Copied(tables)
+
+
+def test_a_view_over_another_kind(tmp_path, path, copied):
     with build(tmp_path / "same") as optimizer:
         train(optimizer, 3)
         expected = optimizer.read_rows(range(300), "entity")
-    with open_state(directory) as state:
+    for file in path.glob("*.dsa"):
+        file.unlink()
+    with open_state(path, backend=copied) as state:
         entity = state["entity"]
         np.testing.assert_array_equal(entity.weights(range(300)), expected)
         assert isinstance(entity["w"], zarr.Array)
@@ -59,13 +81,25 @@ def test_a_view_over_another_kind(tmp_path, directory):
         assert summary.touched_rows == np.count_nonzero(entity["s"][:])
 
 
-def test_what_an_opener_trips_over_is_told(path, monkeypatch):
-    def broken(directory, stored):
-        return stored["not there"]
+def test_a_kind_whose_layout_was_not_passed_is_named(path, copied):
+    for given in (None, Zarr()):
+        with pytest.raises(
+            StateMismatchError,
+            match=r"table 'entity' is stored .* kind 'copy'.*: pass the layout .*backend=",
+        ):
+            open_state(path, backend=given)
 
-    monkeypatch.setitem(OPENERS, "broken", broken)
-    with pytest.raises(StateCorruptError, match=r"description of table 'x' in .* can't be read .*not there"):
-        open_source(path, {"name": "x", "backend": {"kind": "broken"}})
+
+@pytest.mark.parametrize("backend", ["tape", 7, Copied, MemoryBackend(1, adam_schema(1))])
+def test_what_is_no_layout_is_refused(path, backend):
+    with pytest.raises(ValueError, match=r"backend=.* is not known: pass 'memmap'"):
+        open_state(path, backend=backend)
+
+
+def test_what_a_layout_trips_over_is_told(path, copied):
+    edit(path, lambda table: table["backend"].pop("id"))
+    with pytest.raises(StateCorruptError, match=r"description of table 'entity' in .* can't be read .*'id'"):
+        open_state(path, backend=copied)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

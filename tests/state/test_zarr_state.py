@@ -188,11 +188,11 @@ def test_what_lies_in_the_directory(tmp_path, backend):
 
 
 MISMATCHES = [
-    ("zarr", "memmap", "stored by the backend 'zarr' with compression=None, which backend=Memmap"),
-    ("zarr", ZSTD, "stored by the backend 'zarr' with compression=None"),
+    ("zarr", "memmap", "stored by the backend 'zarr', which backend=Memmap"),
+    ("zarr", ZSTD, "stored with compression=None, which compression='zstd' is not: leave the backend out"),
     ("zarr", Memmap(stride=64), "stored by the backend 'zarr'"),
-    ("zarr", Zarr(shard_bytes=1 << 8), "other shards than those of shard_bytes=256: leave it out"),
-    ("zstd", "zarr", "stored by the backend 'zarr' with compression='zstd'"),
+    ("zarr", Zarr(shard_bytes=1 << 8), "other shards than those of shard_bytes=256: leave shard_bytes out"),
+    ("zstd", "zarr", "stored with compression='zstd', which compression=None is not"),
     ("zstd", Zarr(compression="zstd", shard_bytes=1 << 11), "other shards"),
     ("memmap", "zarr", "stored by the backend 'memmap', which backend=Zarr"),
     ("memmap", ZSTD, "stored by the backend 'memmap'"),

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from dsa.backends import Memmap
-from dsa.backends.memmap import choose_stride, stored_bytes
+from dsa.backends import Layout, Memmap
 from dsa.backends.system import PAGE
 from dsa.cli.bench.device import DeviceSpeed, measure_device
 from dsa.rules.conventions import SecondMoment
 from dsa.schema import adam_schema
-from dsa.state.storage import Layout
 
 __all__ = ["BATCHES", "Forecast", "forecast"]
 
@@ -80,13 +78,8 @@ def forecast(
 
 def _pages_per_row(dim: int, second_moment: SecondMoment, backend: Layout | None) -> float:
     schema = adam_schema(dim, second_moment_per="row" if second_moment == "row" else "element")
-    if backend is None or isinstance(backend, Memmap):
-        record = stored_bytes(schema)
-        return _pages(record, choose_stride(record, None if backend is None else backend.stride))
-    sizes = [schema.field_bytes(field) for field in schema.fields]  # each field is somewhere else
-    if backend.compression is None:
-        sizes.append(stored_bytes(schema) - schema.dtype.itemsize)
-    return sum(_pages(size, size) for size in sizes)
+    layout = Memmap() if backend is None else backend
+    return sum(_pages(size, distance) for size, distance in layout.sizes(1, schema).pieces)
 
 
 def _pages(record: int, stride: int) -> float:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsa.cli.commands.options import add_base, add_work, storage_options
+from dsa.cli.commands.options import add_base, add_layout, add_work, named_layout, storage_options
 from dsa.cli.commands.output import KINDS, print_json
 from dsa.cli.commands.progress import shown_progress
 
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a state directory, or a checkpoint at a path or a URL")
     parser.add_argument("b", metavar="B", help="another one")
     add_base(parser)
+    add_layout(parser)
     add_work(parser, "A and B")
 
 
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             base=arguments.base,
             progress=progress,
             storage_options=storage_options(arguments),
+            backend=named_layout(arguments.backend),
         )
     print_json(found.to_json()) if arguments.json else print("\n".join(_lines(found)))
     return 0 if found.same else 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dsa.cli.commands.options import add_json
+from dsa.cli.commands.options import add_json, named_layout
 from dsa.cli.commands.output import print_json
 from dsa.state.directories import directory_argument
 
@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="coordinate",
         help="row: one number of v per row, nearly half the state (coordinate)",
     )
-    parser.add_argument("--backend", choices=("memmap", "zarr"), default="memmap", help="the layout (memmap)")
+    parser.add_argument(
+        "--backend", metavar="BACKEND", default="memmap", help="memmap, zarr, or MODULE:NAME (memmap)"
+    )
     parser.add_argument(
         "--batch",
         metavar="B",
@@ -77,12 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     from dsa.backends.system import available_bytes
     from dsa.cli.bench.forecast import forecast
     from dsa.cli.bench.machine import available_memory
-    from dsa.optimizers.arguments import layout_of_backend
     from dsa.state.estimation import estimate
 
     if not arguments.dir.is_dir():
         raise ValueError(f"--dir {arguments.dir} is no directory: make it first, or pass another")
-    layout = layout_of_backend(arguments.backend)
+    layout = named_layout(arguments.backend)
     moment = arguments.second_moment
     sizes = estimate(
         arguments.rows, arguments.dim, second_moment=moment, backend=layout, batch=arguments.batch

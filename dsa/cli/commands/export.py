@@ -7,9 +7,11 @@ import argparse
 from dsa.cli.commands.options import (
     add_base,
     add_compression,
+    add_layout,
     add_overwrite,
     add_work,
     export_options,
+    named_layout,
     storage_options,
 )
 from dsa.cli.commands.output import print_checkpoint
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_compression(parser)
     add_overwrite(parser)
+    add_layout(parser)
     add_work(parser)
 
 
@@ -55,11 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"--base {arguments.base} makes a differential checkpoint, which weights alone are not: leave "
             "out one of --base and --weights"
         )
+    layout = named_layout(arguments.backend)
     with shown_progress(arguments) as progress:
         options = export_options(arguments, progress)
         if arguments.weights:
-            url = export_directory_weights(arguments.state_dir, arguments.url, **options)
+            url = export_directory_weights(arguments.state_dir, arguments.url, backend=layout, **options)
         else:
-            url = export_directory(arguments.state_dir, arguments.url, base=arguments.base, **options)
+            url = export_directory(
+                arguments.state_dir, arguments.url, base=arguments.base, backend=layout, **options
+            )
     print_checkpoint(url, arguments.json, storage_options(arguments))
     return 0

@@ -36,14 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dsa.checkpoint.transfer import restore
 
+    storage = storage_choice(arguments)
     with shown_progress(arguments) as progress:
         restore(
             arguments.url,
             arguments.state_dir,
             base=arguments.base,
-            storage=storage_choice(arguments),
+            storage=storage,
             progress=progress,
             storage_options=storage_options(arguments),
         )
-    print_state(arguments.state_dir, arguments.json)
+    print_state(arguments.state_dir, arguments.json, storage.backend)
     return 0

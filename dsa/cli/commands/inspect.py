@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dsa.cli.commands.options import add_base, add_work, storage_options
+from dsa.cli.commands.options import add_base, add_layout, add_work, named_layout, storage_options
 from dsa.cli.commands.output import KINDS, print_json
 from dsa.cli.commands.progress import shown_progress
 
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("url", metavar="PATH|URL", help="a state directory, or a checkpoint")
     add_base(parser)
+    add_layout(parser)
     add_work(parser)
 
 
@@ -42,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     from dsa.inspection.render import print_summary
     from dsa.inspection.subjects import open_subject
 
-    store = storage_options(arguments)
+    store, layout = storage_options(arguments), named_layout(arguments.backend)
     with (
         shown_progress(arguments) as progress,
-        open_subject(arguments.url, base=arguments.base, storage_options=store) as subject,
+        open_subject(arguments.url, base=arguments.base, storage_options=store, backend=layout) as subject,
     ):
         summary = _summarize(subject, progress)
         about = None if subject.checkpoint is None else _about(subject.checkpoint)

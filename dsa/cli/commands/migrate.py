@@ -50,16 +50,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dsa.checkpoint.transfer import migrate
 
+    storage = storage_choice(arguments)
     with shown_progress(arguments) as progress:
         migrate(
             arguments.source,
             arguments.directory,
             shapes=dict(arguments.shape) if arguments.shape else None,
             k=_curvatures(arguments.k or []),
-            storage=storage_choice(arguments),
+            storage=storage,
             progress=False if arguments.directory is None else progress,
         )
-    print_state(arguments.directory or arguments.source, arguments.json)
+    print_state(arguments.directory or arguments.source, arguments.json, storage.backend)
     return 0
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from typing import TYPE_CHECKING, Any
 
 from dsa.cli.commands.progress import add_progress
 
 if TYPE_CHECKING:
+    from dsa.backends import Layout
     from dsa.checkpoint.export import ExportOptions
     from dsa.checkpoint.meter import Progress
     from dsa.state.storage import StorageChoice
@@ -17,12 +19,14 @@ __all__ = [
     "add_base",
     "add_compression",
     "add_json",
+    "add_layout",
     "add_overwrite",
     "add_storage",
     "add_storage_option",
     "add_work",
     "export_options",
     "key_value",
+    "named_layout",
     "storage_choice",
     "storage_options",
 ]
@@ -132,12 +136,52 @@ def key_value(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add ``--backend`` for state directories that are there."""
+    parser.add_argument(
+        "--backend",
+        metavar="MODULE:NAME",
+        help="of a state in a storage of your own: its layout, or what makes it if called without arguments",
+    )
+
+
+def named_layout(text: str | None) -> Layout | None:
+    """Return the layout that a ``--backend`` option names; None when it is left out.
+
+    Args:
+        text: A kind of the package's, or a module and the name of a layout, or of what makes it, in there.
+
+    Raises:
+        ValueError: there is none of that name.
+
+    Example:
+        >>> named_layout("zarr").kind, named_layout("dsa.backends:Memmap").kind
+        ('zarr', 'memmap')
+    """
+    from dsa.state.storage import as_layout
+
+    if text is None:
+        return None
+    module, sign, name = text.partition(":")
+    if not sign:
+        return as_layout(text)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--backend {text} can't be had ({error}): write MODULE:NAME, and set PYTHONPATH to where the "
+            "module is"
+        ) from error
+    return as_layout(found() if callable(found) else found)
+
+
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """Add how a new state directory is stored."""
     parser.add_argument(
         "--backend",
-        choices=("memmap", "zarr"),
-        help="one file per table, or a Zarr group that any Zarr reader can open while it is trained (memmap)",
+        metavar="BACKEND",
+        help="memmap: one file per table; zarr: a Zarr group that any Zarr reader can open in training; "
+        "MODULE:NAME: a layout of your own (memmap)",
     )
     parser.add_argument(
         "--zarr-compression",
@@ -160,13 +204,13 @@ def storage_choice(arguments: argparse.Namespace) -> StorageChoice:
     """Return what `add_storage`'s options say.
 
     Raises:
-        ValueError: compression without the backend that has it.
+        ValueError: compression without the backend that has it, or a backend that is not known.
     """
-    from dsa.backends import Memmap, Zarr
+    from dsa.backends import Zarr
     from dsa.state.storage import StorageChoice
 
     compression = arguments.zarr_compression
     if compression is not None and arguments.backend != "zarr":
         raise ValueError(f"--zarr-compression {compression} is for another backend: add --backend zarr")
-    backend = {None: None, "memmap": Memmap(), "zarr": Zarr(compression=compression)}[arguments.backend]
+    backend = named_layout(arguments.backend) if compression is None else Zarr(compression=compression)
     return StorageChoice(arguments.allocate, backend, arguments.durability)

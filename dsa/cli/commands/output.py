@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from dsa.backends import Layout
     from dsa.checkpoint import Checkpoint
 
 __all__ = ["KINDS", "print_checkpoint", "print_json", "print_state"]
@@ -62,16 +63,17 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def print_state(directory: str, as_json: bool) -> None:
+def print_state(directory: str, as_json: bool, backend: Layout | None) -> None:
     """Print what a new state directory holds.
 
     Args:
         directory: The directory.
         as_json: Whether as JSON.
+        backend: See `dsa.inspection.open_state`.
     """
     from dsa.inspection import open_state
 
-    with open_state(directory) as state:
+    with open_state(directory, backend=backend) as state:
         tables = [(table.name, table.rows, table.dim) for table in state.tables.values()]
         if as_json:
             listed = [{"name": name, "rows": rows, "dim": dim} for name, rows, dim in tables]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Final
 
-from dsa.cli.commands.options import add_work
+from dsa.cli.commands.options import add_layout, add_work, named_layout
 from dsa.cli.commands.output import print_json
 from dsa.cli.commands.progress import shown_progress
 
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("directory", metavar="PATH", help="a state directory that no process has open")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
+    add_layout(parser)
     add_work(parser, store=None)
 
 
@@ -46,7 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
     from dsa.inspection.repairs import repair
 
     with shown_progress(arguments) as progress:
-        found = repair(arguments.directory, dry_run=arguments.dry_run, progress=progress)
+        found = repair(
+            arguments.directory,
+            dry_run=arguments.dry_run,
+            progress=progress,
+            backend=named_layout(arguments.backend),
+        )
     print_json(found.to_json()) if arguments.json else print(_text(found))
     return 0 if found.whole else 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from dsa.cli.commands.options import add_base, add_work, storage_options
+from dsa.cli.commands.options import add_base, add_layout, add_work, named_layout, storage_options
 from dsa.cli.commands.output import KINDS, print_json
 from dsa.cli.commands.progress import shown_progress
 
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("url", metavar="PATH|URL", help="a state directory, or a checkpoint")
     add_base(parser)
+    add_layout(parser)
     add_work(parser)
 
 
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             base=arguments.base,
             progress=progress,
             storage_options=storage_options(arguments),
+            backend=named_layout(arguments.backend),
         )
     print_json(found.to_json()) if arguments.json else print(_text(found))
     return 0 if found.ok else 1
