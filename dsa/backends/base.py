@@ -263,8 +263,9 @@ class Layout(Protocol):
     def look(self, path: Path, description: dict[str, Any]) -> Source:
         """Open a table for reading alone, while another process may be writing to it.
 
-        Nothing that is stored changes, nobody waits, and rows may be read while they are written: they are
-        old, new, or a mixture that is marked or not.
+        Nothing that is stored changes, and neither waits for the other. Rows that are read while they are
+        written are old, new, or a mixture that is marked or not. What a `write` has written before it
+        returned is there: for an open source, or where it has a `renew`, for what that opens.
 
         Raises:
             StateCorruptError: as for `open`.

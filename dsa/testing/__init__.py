@@ -2,8 +2,8 @@
 
 `BackendConformance` checks that a backend keeps the contract of `dsa.backends.base.StateBackend`; it needs
 pytest and numpy. `BackendMachine` runs random operations on a backend and compares it with `MemoryBackend`
-after each; it needs Hypothesis too, which is imported when the name is first used. Nothing here registers
-itself with pytest.
+after each; it needs Hypothesis too, which is imported when the name is first used. `LayoutConformance` checks
+that a layout keeps the contract of `dsa.backends.base.Layout`. Nothing here registers itself with pytest.
 
 Example:
     A test file for a backend that keeps its records in memory; one that keeps them on disk adds `reopen`, and
@@ -30,10 +30,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 # Before the imports below: a failing assertion of the suite then shows its values, as in a test module.
-pytest.register_assert_rewrite("dsa.testing.conformance", "dsa.testing.machine", "dsa.testing.records")
+pytest.register_assert_rewrite(
+    "dsa.testing.conformance", "dsa.testing.layouts", "dsa.testing.machine", "dsa.testing.records"
+)
 
 from dsa.testing.conformance import BackendConformance  # noqa: E402
 from dsa.testing.hooks import BackendHooks  # noqa: E402
+from dsa.testing.layouts import LayoutConformance  # noqa: E402
 from dsa.testing.records import CASES, Case, assert_records_equal, random_records  # noqa: E402
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ __all__ = [
     "BackendHooks",
     "BackendMachine",
     "Case",
+    "LayoutConformance",
     "assert_records_equal",
     "random_records",
 ]
