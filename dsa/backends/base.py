@@ -273,7 +273,10 @@ class Layout(Protocol):
         ...
 
     def like(self, description: dict[str, Any]) -> Self:
-        """Return this layout with the options of a stored table: those that new tables beside it get."""
+        """Return this layout with the options of a stored table, for those that are made beside it or anew.
+
+        What no description tells, such as the size of a cache, stays as it is here.
+        """
         ...
 
     def refusal(self, description: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, final
@@ -144,8 +144,10 @@ class Zarr:
 
     def like(self, description: dict[str, Any]) -> Zarr:
         """Return the layout with the compression of the table, and the shards that were asked for."""
-        options = {name: description.get(name) for name in ("compression", "shard_bytes")}
-        return Zarr(**options)
+        shard_bytes = description.get("shard_bytes")
+        if description.get("compression") is None:
+            return Zarr(shard_bytes)
+        return replace(self, shard_bytes=shard_bytes, compression=description["compression"])
 
     def refusal(self, description: dict[str, Any]) -> str:
         """Return in what compression or shards differ."""

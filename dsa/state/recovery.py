@@ -97,8 +97,8 @@ def continue_state(
             match_stored_table(path, spec, by_name[spec.name], storage)
     for name, description in by_name.items():
         match_layout(name, description["backend"], storage.backend)
-    if storage.backend is None and stored.tables:
-        storage = replace(storage, backend=stored_layout(stored.tables[0]))
+    if stored.tables:
+        storage = replace(storage, backend=stored_layout(stored.tables[0], storage.backend))
     if is_copy(path, stored):
         raise StateCorruptError(
             f"{str(path)!r} is a copy that was made while a process had the state open, so that its files "

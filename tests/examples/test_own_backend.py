@@ -413,6 +413,17 @@ def test_a_device_that_refused_has_its_files_made_anew_in_the_same_blocks(tmp_pa
     assert path.name.endswith(".1.sqlite.dsa")
 
 
+def test_blocks_stay_when_tables_are_made_anew(tmp_path):
+    tables = {"entity": dsa.init.Uniform(400, 3, -0.1, 0.1, seed=1)}
+    for backend, resume in ((SqliteLayout(block_rows=100), None), (SqliteLayout(collect_bytes=0), True)):
+        options = {"k": 0.7 if resume else 1.0, "disk_dir": tmp_path, "backend": backend, "resume": resume}
+        with dsa.DiskSparseRiemannianAdam(tables, **options) as optimizer:
+            steps(optimizer, 1)
+            optimizer.set_curvature(0.5 if resume else 0.7)
+            assert optimizer._state.tables["entity"].backend.describe()["block_rows"] == 100
+            assert optimizer._state.storage.layout.collect_bytes == backend.collect_bytes
+
+
 def test_replacing_a_state_of_another_kind_leaves_none_of_it(tmp_path):
     build(tmp_path, SqliteLayout()).close()
     (tmp_path / "notes-0123456789abcdef.txt").write_text("not dsa's")

@@ -35,13 +35,17 @@ def layout_of(optimizer):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("change", ["curvature", "import", "repair"])
-def test_layouts_survive_changes_of_whole_tables(tmp_path, layout, change):
+@pytest.mark.parametrize("named", [False, True], ids=["left out", "kind named"])
+def test_layouts_survive_changes_of_whole_tables(tmp_path, layout, change, named):
     path = tmp_path / "state"
     with build(path, backend=layout) as optimizer:
         optimizer.step({"a": ([1, 2], np.ones((2, 10), np.float32))})
         optimizer.export_checkpoint(tmp_path / "checkpoint")
         wanted = layout_of(optimizer)
-    optimizer = build(path, resume=True)  # the layout left out
+    # The layout left out, or as little of it said as there can be.
+    options = {"backend": Zarr(compression=layout.compression) if layout.kind == "zarr" else "memmap"}
+    again = {"resume": True, **(options if named else {})}
+    optimizer = build(path, **again)
     if change == "curvature":
         optimizer.set_curvature(0.5)
     elif change == "import":
@@ -55,7 +59,7 @@ def test_layouts_survive_changes_of_whole_tables(tmp_path, layout, change):
         stored.failed = "made up"
         dsa.state.metadata.write_metadata(path, stored)
         dsa.repair(path)
-        optimizer = build(path, resume=True)
+        optimizer = build(path, **again)
     assert layout_of(optimizer) == wanted
     optimizer.close()
     build(path, resume=True, backend=layout).close()
