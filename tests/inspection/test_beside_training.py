@@ -266,10 +266,10 @@ def test_opening_beside_tables_that_are_replaced(tmp_path, monkeypatch):
         train(optimizer, 1)
         original, ks = state_view.open_source, [2.0, 3.0]
 
-        def open_late(path, stored):
+        def open_late(path, stored, given):
             if ks:
                 optimizer.set_curvature(ks.pop(), name="entity")
-            return original(path, stored)
+            return original(path, stored, given)
 
         monkeypatch.setattr(state_view, "open_source", open_late)
         with open_state(tmp_path) as state:
