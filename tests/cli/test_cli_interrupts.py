@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -92,21 +91,45 @@ def test_nothing_is_left(folder, capsys, monkeypatch, line):
     dsa.checkpoint.places.fsspec.filesystem("memory").store.clear()
 
 
+HELD = """
+import os, runpy, sys
+held = []
+
+def hold(event, arguments):
+    if event == "open" and not held and part in os.path.dirname(str(arguments[0])):
+        held.append(arguments)
+        os.write(1, b"held\\n")
+        os.read(0, 1)
+
+_, part, *arguments = sys.argv
+sys.argv = ["dsa", *arguments]
+sys.addaudithook(hold)
+runpy.run_module("dsa", run_name="__main__")
+"""
+
+
 def interrupt(arguments, folder, seen):
-    """Start a command, send SIGINT as soon as a file is seen, and return exit code, output and errors."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "dsa", *arguments],
+    """Interrupt a command that is held where it opens a file of its own; return exit code, output and errors.
+
+    Args:
+        arguments: The command.
+        folder: Where it runs.
+        seen: A part of the path of the directory that it makes.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD, seen, *arguments],
         cwd=folder,
         env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not any(folder.glob(seen)) and child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=120)
+    ) as child:
+        assert child.stdout.readline() == "held\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(
+            timeout=120
+        )  # which lets it go, if the thread that opens is not the main one
     return child.returncode, out, err
 
 
@@ -116,9 +139,9 @@ def test_a_signal_to_a_process_that_exports(tmp_path):
     with DiskSparseRiemannianAdam(tables, k=0.0, disk_dir=tmp_path / "run", allocate="sparse") as optimizer:
         optimizer.step({"entity": (np.arange(9), np.ones((9, 32), np.float32))})
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = interrupt(["export", "run", "out"], tmp_path, ".out.tmp-*/*")
+    code, out, err = interrupt(["export", "run", "out"], tmp_path, ".out.tmp-")
     assert (code, out, err) == (130, "", "dsa export: interrupted\n")
     assert sorted(tmp_path.rglob("*")) == before
-    code, out, err = interrupt(["estimate", "1000000", "64"], tmp_path, "dsa-estimate-*/*")
+    code, out, err = interrupt(["estimate", "1000000", "64"], tmp_path, "dsa-estimate-")
     assert (code, out, err) == (130, "", "dsa estimate: interrupted\n")
     assert sorted(tmp_path.rglob("*")) == before

@@ -774,17 +774,19 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_whole_steps(
 
 # ---------------------------------------------------------------- ends: C45, kill -9, fork, garbage
 
+# The disk takes nothing before the interpreter ends: what runs last of all is registered first, by dsa.
 END = """
-import sys, time
+import atexit, sys, threading
 import numpy as np
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends.memmap import MemmapBackend
 
-write = MemmapBackend.write
-def slow(backend, rows, records):
-    time.sleep(0.1)
+write, gate = MemmapBackend.write, threading.Event()
+def held(backend, rows, records):
+    assert gate.wait(120)
     write(backend, rows, records)
-MemmapBackend.write = slow
+MemmapBackend.write = held
+atexit.register(gate.set)
 
 tables = {"left": init.Normal(400, 5, 0.1, seed=1), "right": init.Uniform(90, 3, -0.1, 0.1, seed=2)}
 optimizer = DiskSparseRiemannianAdam(tables, lr=0.05, k={"left": 1.0, "right": 0.0}, disk_dir=sys.argv[1],
