@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ __all__ = [
     "describe_machine",
     "file_system",
     "page_faults",
+    "peak_bytes",
     "read_ahead_kib",
 ]
 
@@ -82,6 +84,14 @@ def bytes_read() -> int:
 def page_faults() -> int:
     """Return how often this process has trapped on a page that was in memory; 0 where that is not counted."""
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def peak_bytes() -> int | None:
+    """Return the largest resident size of this process so far, or None where the system doesn't tell."""
+    if not hasattr(resource, "getrusage"):
+        return None
+    peak = int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def file_system(directory: Path) -> str | None:

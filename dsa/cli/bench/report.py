@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from dsa.cli.bench.results import Footprint, Group, Line, Results
 from dsa.cli.bench.text import number, size
+from dsa.inspection.text import aligned
 
 __all__ = ["render"]
 
@@ -37,7 +38,7 @@ def render(results: Results) -> str:
             ]
             for g in results.goals
         ]
-        parts += _aligned(["", "median", "by CPU time", "goal", "met"], rows)
+        parts += _ruled(["", "median", "by CPU time", "goal", "met"], rows)
     losses = results.losses or ["no comparison of this run was lost"]
     return "\n".join([*parts, "", "where it loses", *(f"- {loss}" for loss in losses), ""])
 
@@ -78,7 +79,7 @@ def _group(group: Group) -> list[str]:
     header = [group.title, "ms/step", "quartiles", "CPU ms", "steps", "rows/s", ratio, "by CPU time"]
     header += [*(["pages/row"] * counted), "memory"]
     rows = [_cells(line, counted) for line in group.lines]
-    return [*_aligned(header, rows), *_remarks(group)]
+    return [*_ruled(header, rows), *_remarks(group)]
 
 
 def _baseline(names: set[str]) -> str:
@@ -139,12 +140,6 @@ def _memory(footprint: Footprint) -> str:
     return " + ".join(f"{size(count)} {what}" for count, what in parts if count)
 
 
-def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    table = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    lines = []
-    for row in table:
-        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *numbers]).rstrip())
-    lines.insert(1, "-" * max(len(line) for line in lines))
-    return lines
+def _ruled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [line.removeprefix("  ").rstrip() for line in aligned(header, rows)]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

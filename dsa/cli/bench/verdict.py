@@ -37,38 +37,36 @@ _SPEEDS: Final = (
     _Goal("cold", 2048, "dsa_cold", 20.0, "naive_cold"),
 )
 
+# Of the cold steps: the detail of a line, its name, and what it is to be.
+_OF_THE_DISK: Final = (
+    ("share_of_device_limit", "share of the disk's limit", ">=", 0.6),
+    ("pages_per_row", "pages read for a row", "<=", 1.5),
+)
+
 
 def goals(results: Results) -> list[dict[str, Any]]:
     """Return the promised figures, each with the measured one, as far as the run's sizes allow to judge."""
     if results.settings["rows"] < _FULL_ROWS or results.settings["dim"] != _FULL_DIM:
         return []
     found = []
-    for goal in _SPEEDS:
-        for group in results.find(goal.kind, goal.batch):
-            line = group.find(goal.key)
-            other = group.find(goal.other or line.baseline) if line is not None else None
+    for speed in _SPEEDS:
+        for group in results.find(speed.kind, speed.batch):
+            line = group.find(speed.key)
+            other = group.find(speed.other or line.baseline) if line is not None else None
             if line is not None and other is not None:
                 ratio, cpu = line.ratio, line.cpu_ratio
-                if goal.other or ratio is None or cpu is None:
+                if speed.other or ratio is None or cpu is None:
                     ratio = other.milliseconds / line.milliseconds
                     cpu = other.cpu_milliseconds / line.cpu_milliseconds
-                what = f"{goal.kind}, B = {goal.batch:,}: {line.what}, times the speed of {other.what}"
-                found.append(_judged(what, ratio, cpu, ">=", goal.least))
+                what = f"{speed.kind}, B = {speed.batch:,}: {line.what}, times the speed of {other.what}"
+                found.append(_judged(what, ratio, cpu, ">=", speed.least))
     for group in results.find("cold", 2048):
         sustained = group.find("dsa_sustained")
         assert sustained is not None
-        if "share_of_device_limit" in sustained.details:
-            what, share = (
-                f"cold, B = {group.batch:,}: share of the disk's limit",
-                sustained.details["share_of_device_limit"],
-            )
-            found.append(_judged(what, share, None, ">=", 0.6))
-        if sustained.details.get("pages_per_row", 0.0) > 0.0:
-            what, pages = (
-                f"cold, B = {group.batch:,}: pages read for a row",
-                sustained.details["pages_per_row"],
-            )
-            found.append(_judged(what, pages, None, "<=", 1.5))
+        for detail, name, bound, goal in _OF_THE_DISK:
+            value = sustained.details.get(detail, 0.0)
+            if value > 0.0:
+                found.append(_judged(f"cold, B = {group.batch:,}: {name}", value, None, bound, goal))
     return found
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from dsa.cli.bench.machine import anonymous_bytes
 from dsa.cli.demo import picture
 from dsa.cli.demo.closure import transitive_closure
-from dsa.cli.demo.directory import Run, forget_run, load_run, require_fresh, save_run, state_path
+from dsa.cli.demo.directory import Run, disk_use, forget_run, load_run, require_fresh, save_run, state_path
 from dsa.cli.demo.evaluation import Training, evaluate
 from dsa.cli.demo.graph import Graph, build_graph, read_edges, read_mammals
 from dsa.cli.demo.interrupt import Interrupt
 from dsa.cli.demo.progress import Progress
 from dsa.cli.demo.report import format_report
-from dsa.cli.demo.resources import anonymous_memory, disk_use
 from dsa.cli.demo.settings import default_settings
 from dsa.cli.demo.training import open_table, read_positions, train
 from dsa.errors import StateWarning
@@ -160,7 +160,7 @@ def _train(directory: Path, graph: Graph, run: Run, resume: bool | None) -> Trai
 
         def on_step(epoch: int, loss: float) -> None:
             if not memory:
-                memory.append(anonymous_memory())
+                memory.append(anonymous_bytes())
             progress.step(epoch, loss)
 
         per_epoch = run.settings.steps_per_epoch(graph.edges)
@@ -187,7 +187,7 @@ def _open(directory: Path, graph: Graph, run: Run, resume: bool | None) -> DiskS
 
 
 def _growth(memory: list[int | None]) -> int | None:
-    now = anonymous_memory()
+    now = anonymous_bytes()
     return None if not memory or memory[0] is None or now is None else now - memory[0]
 
 

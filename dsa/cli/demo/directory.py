@@ -16,8 +16,9 @@ from dsa.backends.system import retried, write_atomically
 from dsa.cli.demo.graph import Graph
 from dsa.cli.demo.settings import Settings
 from dsa.errors import StateCorruptError, StateExistsError, StateMismatchError, StateNotFoundError
+from dsa.inspection.directory import file_sizes
 
-__all__ = ["Run", "forget_run", "load_run", "require_fresh", "save_run", "state_path"]
+__all__ = ["Run", "disk_use", "forget_run", "load_run", "require_fresh", "save_run", "state_path"]
 
 _NAME = "demo.json"
 _FORMAT = 1
@@ -42,6 +43,12 @@ class Run:
 def state_path(directory: Path) -> Path:
     """Return the optimizer's part of the directory."""
     return directory / "state"
+
+
+def disk_use(directory: Path) -> tuple[int, int]:
+    """Return the bytes of all files under a directory: by their lengths, and by their blocks on disk."""
+    sizes = [file_sizes(path) for path in directory.rglob("*") if path.is_file()]
+    return sum(length for length, _ in sizes), sum(occupied for _, occupied in sizes)
 
 
 def require_fresh(directory: Path) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dsa.cli.bench.machine import peak_bytes
 from dsa.cli.demo.graph import Graph
 from dsa.cli.demo.metrics import reconstruction, sample_nodes
 from dsa.cli.demo.report import Report
-from dsa.cli.demo.resources import DiskUse, peak_memory
 from dsa.cli.demo.settings import Settings
 from dsa.kernels.geodesic import BALL_EPS
 
@@ -34,7 +34,7 @@ class Training:
         steps: Over all calls.
         loss: Mean loss of the last epoch.
         seconds: Of this call.
-        disk: Of the state.
+        disk: Bytes of the state, by the lengths of its files and by their blocks.
         memory_growth: Bytes of anonymous memory between the first and the last step, None if unknown.
     """
 
@@ -42,7 +42,7 @@ class Training:
     steps: int
     loss: float | None
     seconds: float
-    disk: DiskUse
+    disk: tuple[int, int]
     memory_growth: int | None
 
 
@@ -67,9 +67,9 @@ def evaluate(graph: Graph, settings: Settings, training: Training, nodes: int) -
         training_seconds=training.seconds,
         evaluation_seconds=time.monotonic() - started,
         rows_on_clamp=rows_on_clamp(training.positions, settings.k),
-        disk_apparent=training.disk.apparent,
-        disk_occupied=training.disk.occupied,
-        memory_peak=peak_memory(),
+        disk_apparent=training.disk[0],
+        disk_occupied=training.disk[1],
+        memory_peak=peak_bytes(),
         memory_growth=training.memory_growth,
     )
 

@@ -4,7 +4,8 @@ import os
 import numpy as np
 import pytest
 
-from dsa.cli.demo import resources
+from dsa.cli.bench import machine
+from dsa.cli.demo.directory import disk_use
 from dsa.cli.demo.report import Report, format_report
 
 REPORT = Report(
@@ -65,22 +66,20 @@ def test_holes_of_a_file_occupy_nothing(tmp_path):
         file.truncate(1 << 22)
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "full").write_bytes(b"x" * 5000)
-    use = resources.disk_use(tmp_path)
-    assert use.apparent == (1 << 22) + 5000
-    assert 5000 <= use.occupied < 1 << 20
+    apparent, occupied = disk_use(tmp_path)
+    assert apparent == (1 << 22) + 5000
+    assert 5000 <= occupied < 1 << 20
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="only Linux tells")
 def test_memory_that_is_written_is_seen():
-    before = resources.anonymous_memory()
+    before = machine.anonymous_bytes()
     block = np.ones(1 << 23)
-    grown = resources.anonymous_memory() - before
+    grown = machine.anonymous_bytes() - before
     assert block.nbytes * 0.9 < grown < block.nbytes * 1.5
-    assert resources.peak_memory() >= block.nbytes
+    assert machine.peak_bytes() >= block.nbytes
 
 
-def test_other_systems_tell_less(monkeypatch, tmp_path):
-    monkeypatch.setattr(resources, "resource", None)
-    monkeypatch.setattr(resources, "Path", lambda name: tmp_path / "absent")
-    assert resources.peak_memory() is None
-    assert resources.anonymous_memory() is None
+def test_other_systems_tell_less(monkeypatch):
+    monkeypatch.setattr(machine, "resource", None)
+    assert machine.peak_bytes() is None
