@@ -11,10 +11,10 @@ import torch
 
 from dsa.errors import StateMismatchError
 from dsa.modules.tensor_reference import from_tensor, to_tensor
+from dsa.optimizers import portable
 from dsa.optimizers.arguments import as_fraction
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
 from dsa.optimizers.options import as_index, as_number
-from dsa.optimizers.portable import Portable
 from dsa.optimizers.reference import check_reference, reference_to
 from dsa.rules.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
 from dsa.rules.manifolds import manifold_of
@@ -36,7 +36,7 @@ _STATES: dict[str, tuple[Literal["element", "row"], str]] = {
 }
 
 
-class DiskModule(Portable, torch.nn.Module):
+class DiskModule(torch.nn.Module):
     """What the two modules share: the table, its parameter, moving, saving, closing. Abstract."""
 
     weight: DiskParameter
@@ -87,6 +87,12 @@ class DiskModule(Portable, torch.nn.Module):
 
     def _portable_state(self) -> StateDirectory:
         return self.weight.state
+
+    export_checkpoint = portable.export_checkpoint
+    export_weights = portable.export_weights
+    import_checkpoint = portable.import_checkpoint
+    save_checkpoint = portable.save_checkpoint
+    load_checkpoint = portable.load_checkpoint
 
     def flush(self) -> None:
         """Return once the state directory is durable on disk."""

@@ -14,6 +14,7 @@ import torch
 from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
 from dsa.errors import StateMismatchError, TrainingWarning, notify
+from dsa.optimizers import portable
 from dsa.optimizers.arguments import (
     DEFAULT_BACKEND,
     ParamGroups,
@@ -27,7 +28,6 @@ from dsa.optimizers.flattening import gradient_rows, moments_by_rows
 from dsa.optimizers.foreign import import_sparse_adam
 from dsa.optimizers.holders import abandoned
 from dsa.optimizers.options import as_number, group_options
-from dsa.optimizers.portable import Portable
 from dsa.optimizers.reference import check_reference, merged_groups, reference_to
 from dsa.optimizers.registration import Registry, require_ball
 from dsa.optimizers.resident import ParameterWeights, put_rows, row_elements
@@ -60,7 +60,7 @@ _PICKLING: Final = (
 
 
 @final
-class DiskSparseAdam(Portable, torch.optim.Optimizer):
+class DiskSparseAdam(torch.optim.Optimizer):
     """Adam for sparse gradients with moments and counters on disk.
 
     A drop-in for `torch.optim.SparseAdam`: the same loop, with a directory. The weights of ordinary
@@ -365,6 +365,12 @@ class DiskSparseAdam(Portable, torch.optim.Optimizer):
 
     def _portable_state(self) -> StateDirectory:
         return self._require_state()
+
+    export_checkpoint = portable.export_checkpoint
+    export_weights = portable.export_weights
+    import_checkpoint = portable.import_checkpoint
+    save_checkpoint = portable.save_checkpoint
+    load_checkpoint = portable.load_checkpoint
 
     def _require_state(self) -> StateDirectory:
         assert self._state is not None, "every parameter has a table"

@@ -13,6 +13,7 @@ import torch
 
 from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
+from dsa.optimizers import portable
 from dsa.optimizers.arguments import (
     DEFAULT_BACKEND,
     Params,
@@ -28,7 +29,6 @@ from dsa.optimizers.arguments import (
     wanted_curvatures,
 )
 from dsa.optimizers.options import as_number, group_options
-from dsa.optimizers.portable import Portable
 from dsa.optimizers.stepping import Batch, Stepping
 from dsa.optimizers.tensors import ArrayLike, to_array
 from dsa.rules.conventions import (
@@ -57,7 +57,7 @@ _PICKLING: Final = (
 
 
 @final
-class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
+class DiskSparseRiemannianAdam(torch.optim.Optimizer):
     """Adam over tables on disk, flat or on the Poincaré ball, driven by explicit rows and gradients.
 
     Each row's weight, moments and counter are one record of a file; a step reads and writes the records of
@@ -383,6 +383,12 @@ class DiskSparseRiemannianAdam(Portable, torch.optim.Optimizer):
 
     def _portable_state(self) -> StateDirectory:
         return self._state
+
+    export_checkpoint = portable.export_checkpoint
+    export_weights = portable.export_weights
+    import_checkpoint = portable.import_checkpoint
+    save_checkpoint = portable.save_checkpoint
+    load_checkpoint = portable.load_checkpoint
 
     def _ready(self) -> AbstractContextManager[StateDirectory]:
         return self._stepping.ready(self._state, torch.get_num_threads())
