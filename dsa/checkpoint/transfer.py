@@ -30,7 +30,7 @@ from dsa.state.directories import local_directory
 from dsa.state.holding import LOCK_NAME, HeldDirectory
 from dsa.state.legacy import Curvatures, Shapes, find_legacy, read_legacy
 from dsa.state.metadata import read_metadata
-from dsa.state.opening import migrate_directory, open_state
+from dsa.state.opening import migrate_directory, open_directory
 from dsa.state.replacement import replace_content, write_content
 from dsa.state.snapshot import Snapshot
 from dsa.state.state_directory import StateDirectory
@@ -235,7 +235,7 @@ def _opened(directory: str | os.PathLike[str], backend: Layout | None) -> Iterat
         )
     durability = cast("Durability", stored.durability)  # checked when read
     storage = StorageChoice(backend=backend, durability=durability).complete()
-    state = open_state(directory, [], True, storage, exact=False)
+    state = open_directory(directory, [], True, storage, exact=False)
     try:
         yield state
     finally:

@@ -29,7 +29,7 @@ class Registry:
 
     Args:
         directory: The state directory, or None for that of the tables on disk.
-        resume: See `dsa.state.opening.open_state`.
+        resume: See `dsa.state.opening.open_directory`.
         choice: Storage options.
         second_moment: The meaning of the second moments.
         positional: Names of tables whose parameters came without one: their places stand for names.
@@ -56,7 +56,7 @@ class Registry:
         Raises:
             ValueError: tables lie in different directories, an option differs from what a directory was
                 opened with, or an ordinary parameter has no place.
-            StateError: as for `dsa.state.opening.open_state`.
+            StateError: as for `dsa.state.opening.open_directory`.
         """
         places = [
             (parameter, names[index] if (names := group.get("param_names")) is not None else None)

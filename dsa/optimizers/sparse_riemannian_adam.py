@@ -42,7 +42,7 @@ from dsa.rules.conventions import (
 from dsa.rules.curvature import CurvatureMap
 from dsa.state import maintenance
 from dsa.state.coalesce import as_gradient, as_rows, coalesce
-from dsa.state.opening import open_state
+from dsa.state.opening import open_directory
 from dsa.state.replacement import change_curvature
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Durability, Queue, StorageChoice
@@ -182,7 +182,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         queue = Queue(max_queue_size, put_timeout)
         chosen = queue if async_writes else None
         storage = StorageChoice(allocate, layout_of_backend(backend), durability, chosen).complete()
-        self._state = open_state(disk_dir, specs, resume, storage)
+        self._state = open_directory(disk_dir, specs, resume, storage)
         defaults = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": held, "names": list(sources)}], defaults)
 

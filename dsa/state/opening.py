@@ -34,10 +34,10 @@ from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Storage, TableSpec
 from dsa.state.table_files import remove_table_file
 
-__all__ = ["migrate_directory", "open_state"]
+__all__ = ["migrate_directory", "open_directory"]
 
 
-def open_state(
+def open_directory(
     directory: str | os.PathLike[str],
     specs: Sequence[TableSpec],
     resume: bool | None,

@@ -17,7 +17,7 @@ from dsa.errors import StateWarning, notify
 from dsa.state.creation import add_table
 from dsa.state.directories import local_directory
 from dsa.state.matching import match_table, warn_of_curvature
-from dsa.state.opening import open_state
+from dsa.state.opening import open_directory
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import StorageChoice, TableSpec, is_part_of
 from dsa.state.table import Table
@@ -44,19 +44,19 @@ def join_tables(
         directory: The state directory.
         specs: The tables.
         user: Who uses them: as long as it lives, nobody else gets them.
-        resume: As for `dsa.state.opening.open_state`; the same for all that share the directory.
+        resume: As for `dsa.state.opening.open_directory`; the same for all that share the directory.
         choice: Storage options; None means the default, or what the directory was opened with.
 
     Raises:
         ValueError: a name is taken in this process, or an option differs from what the directory was opened
             with; or the directory can't be meant, see `dsa.state.directories.local_directory`.
-        StateError: as for `dsa.state.opening.open_state`.
+        StateError: as for `dsa.state.opening.open_directory`.
     """
     directory = local_directory(directory)
     path = os.path.realpath(directory)
     state = _SHARED.get(path)
     if state is None or not state.is_open:
-        state = open_state(directory, specs, resume, choice.complete(), exact=False)
+        state = open_directory(directory, specs, resume, choice.complete(), exact=False)
         _SHARED[path] = state
         _RESUMES[state] = resume
         try:

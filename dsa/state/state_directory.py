@@ -34,7 +34,7 @@ __all__ = ["StateDirectory", "describe_files"]
 
 @final
 class StateDirectory:
-    """The tables of one directory, open. Made by `dsa.state.opening.open_state`; closed by `close`.
+    """The tables of one directory, open. Made by `dsa.state.opening.open_directory`; closed by `close`.
 
     Args:
         held: The directory, which is let go by `close`.
