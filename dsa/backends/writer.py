@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, final
 import numpy as np
 
 from dsa.backends.base import StateBackend
+from dsa.backends.overlay import lay_over
 from dsa.errors import StateClosedError, StateError, TrainingWarning, notify
 from dsa.kernels.row_index import RowIndex
 from dsa.kernels.rows import sort_stable
@@ -153,7 +154,10 @@ class WriteBehind:
             batches = self._waiting() if found is not None else []
         records = self._backend.read(rows, out)
         if found is not None:
-            self._overlay(records, found, batches)
+            firsts = [batch.first_value for batch in batches]
+            count = lay_over(records, found, firsts, [batch.records for batch in batches])
+            # Several threads do this; no call stands between reading and storing it.
+            self.overlay_rows += count
         return records
 
     def write(self, rows: Rows, records: Records) -> None:
@@ -271,18 +275,6 @@ class WriteBehind:
     def _waiting(self) -> list[_Batch]:
         with self._lock:
             return list(self._queue)
-
-    def _overlay(self, records: Records, found: Rows, batches: list[_Batch]) -> None:
-        hits = np.flatnonzero(found >= 0)
-        if len(hits) == 0:
-            return
-        starts = np.array([batch.first_value for batch in batches])
-        owners = np.searchsorted(starts, found[hits], side="right") - 1
-        for owner in np.unique(owners):
-            mine = hits[owners == owner]
-            records[mine] = batches[owner].records[found[mine] - starts[owner]]
-        count = len(hits)
-        self.overlay_rows += count  # several threads do this; no call stands between reading and storing it
 
     def _make_room(self) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from typing import Final, Self, final
 
 import numpy as np
 
+from dsa.backends.overlay import lay_over
 from dsa.errors import StateClosedError
 from dsa.kernels.row_index import RowIndex
 from dsa.schema import Records, Rows, Schema, adam_schema
@@ -56,11 +57,7 @@ class _Part:
     def lay_over(self, first: int, records: Records) -> None:
         """Replace, in a block that was read from the table, the rows that were kept."""
         found = self._index.get(np.arange(first, first + len(records)))
-        hits = np.flatnonzero(found >= 0)
-        batches = np.searchsorted(self._firsts, found[hits], side="right") - 1
-        for batch in np.unique(batches):
-            mine = hits[batches == batch]
-            records[mine] = self._batches[batch][found[mine] - self._firsts[batch]]
+        lay_over(records, found, self._firsts, self._batches)
 
 
 @final
