@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import Final
 
 from dsa.cli.bench.ball_contenders import Geoopt, KernelAlone, load_geoopt, start_in_ball
-from dsa.cli.bench.entry import Entry, Tournament, enter, with_one_thread
+from dsa.cli.bench.entry import Tournament, enter, with_one_thread
 from dsa.cli.bench.ours import Ours
 from dsa.cli.bench.results import Footprint, Group
 from dsa.cli.bench.settings import Settings
-from dsa.cli.bench.timing import Contender
+from dsa.cli.bench.timing import Contender, Entry
 from dsa.rules.conventions import SecondMoment, VTransport
 
 __all__ = ["ball_groups"]

@@ -5,23 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 
 from dsa.cli.bench.batches import UniformBatches, whole_table
 from dsa.cli.bench.machine import anonymous_bytes
-from dsa.cli.bench.results import Duration, Footprint, Group, line_from_times, set_ratio
-from dsa.cli.bench.timing import Contender, OneThread, alternate, timed_step
+from dsa.cli.bench.results import Duration, Footprint, Group, Line, line_from_times, set_ratio
+from dsa.cli.bench.timing import Contender, Entry, alternate, timed_step
 
-__all__ = ["Entry", "Tournament", "enter", "settle", "with_one_thread"]
-
-
-class Entry(NamedTuple):
-    """A contender that is ready, and its memory."""
-
-    contender: Contender
-    footprint: Footprint
+__all__ = ["Tournament", "enter", "settle", "with_one_thread"]
 
 
 def enter(stack: ExitStack, make: Callable[[], Contender], rows: int, dim: int, device: str = "cpu") -> Entry:
@@ -67,7 +60,7 @@ def with_one_thread(entry: Entry) -> list[Entry]:
     """Return an entry, and where torch has several threads the same kept to one."""
     if torch.get_num_threads() == 1:
         return [entry]
-    return [entry, Entry(OneThread(entry.contender), entry.footprint)]
+    return [entry, entry._replace(one_thread=True)]
 
 
 @final
@@ -105,11 +98,8 @@ class Tournament:
             entries = [*self._baselines, *challengers]
             for entry in challengers:
                 settle(entry.contender, group.rows, group.dim, self._device)
-            times = alternate([e.contender for e in entries], batches, seconds=seconds / len(self._groups))
-            lines = [
-                line_from_times(entry.contender.key, entry.contender.what, group.batch, t, entry.footprint)
-                for entry, t in zip(entries, times, strict=True)
-            ]
+            times = alternate(entries, batches, seconds=seconds / len(self._groups))
+            lines = _lines(entries, group.batch, times)
             count = len(self._baselines)
             for line in lines[count:]:
                 set_ratio(line, lines[:count])
@@ -122,10 +112,14 @@ class Tournament:
     def finish(self) -> None:
         """Put the baselines' lines in front."""
         for group, pool in zip(self._groups, self._times, strict=True):
-            group.lines[:0] = [
-                line_from_times(e.contender.key, e.contender.what, group.batch, times, e.footprint)
-                for e, times in zip(self._baselines, pool, strict=True)
-            ]
+            group.lines[:0] = _lines(self._baselines, group.batch, pool)
+
+
+def _lines(entries: Sequence[Entry], batch: int, times: Sequence[Sequence[Duration]]) -> list[Line]:
+    return [
+        line_from_times(entry.key, entry.what, batch, series, entry.footprint)
+        for entry, series in zip(entries, times, strict=True)
+    ]
 
 
 def _update_all(contender: Contender, rows: int, dim: int, device: str) -> None:

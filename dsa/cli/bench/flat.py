@@ -12,11 +12,11 @@ import torch
 
 from dsa.cli.bench.baselines import SparseAdam, Touch
 from dsa.cli.bench.batches import batch_of
-from dsa.cli.bench.entry import Entry, Tournament, enter, with_one_thread
+from dsa.cli.bench.entry import Tournament, enter, with_one_thread
 from dsa.cli.bench.ours import Ours
 from dsa.cli.bench.results import Group
 from dsa.cli.bench.settings import Settings
-from dsa.cli.bench.timing import Contender
+from dsa.cli.bench.timing import Contender, Entry
 from dsa.rules.init import Zeros
 from dsa.schema import Rows
 from dsa.state.storage import Durability

@@ -15,13 +15,14 @@ from dsa.cli.bench.ball import ball_groups
 from dsa.cli.bench.baselines import Naive
 from dsa.cli.bench.cold import cold_group
 from dsa.cli.bench.device import DeviceSpeed, measure_device
-from dsa.cli.bench.entry import Entry, enter
+from dsa.cli.bench.entry import enter
 from dsa.cli.bench.flat import first_step, gpu_groups, small_groups, warm_groups
 from dsa.cli.bench.limited import limited_group
 from dsa.cli.bench.machine import describe_machine
 from dsa.cli.bench.ours import Ours
 from dsa.cli.bench.results import Results
 from dsa.cli.bench.settings import Settings
+from dsa.cli.bench.timing import Entry
 from dsa.cli.bench.verdict import goals, losses
 from dsa.rules.init import Zeros
 

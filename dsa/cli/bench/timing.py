@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import NamedTuple, Protocol
 
 import torch
 
 from dsa.cli.bench.batches import Batch, UniformBatches
 from dsa.cli.bench.machine import page_faults
-from dsa.cli.bench.results import Duration
+from dsa.cli.bench.results import Duration, Footprint
 
-__all__ = ["Contender", "OneThread", "alternate", "timed_step"]
+__all__ = ["Contender", "Entry", "alternate", "timed_step"]
 
 _WARM_UP_STEPS = 3
 _FEWEST_ROUNDS = 3
@@ -45,42 +45,30 @@ class Contender(Protocol):
         """Let its memory and files go; the files stay where they are."""
 
 
-@final
-class OneThread:
-    """A contender with torch kept to one thread.
-
-    Where other processes want the cores too, torch's threads wait for one another longer than they work: a
-    comparison is only fair with the better of the two.
+class Entry(NamedTuple):
+    """A contender that is ready.
 
     Args:
-        contender: The one that is asked to step.
+        contender: The contender.
+        footprint: Its memory.
+        one_thread: Whether torch is kept to one thread while it steps. Where other processes want the cores
+            too, torch's threads wait for one another longer than they work: a comparison is only fair with
+            the better of the two.
     """
 
-    def __init__(self, contender: Contender) -> None:
-        self._contender = contender
-        self.key = f"{contender.key}_one_thread"
-        self.what = f"{contender.what}, one thread"
+    contender: Contender
+    footprint: Footprint
+    one_thread: bool = False
 
-    def prepare(self, batch: Batch) -> None:
-        """Prepare, and set torch's threads; `alternate` sets them back."""
-        self._contender.prepare(batch)
-        torch.set_num_threads(1)
+    @property
+    def key(self) -> str:
+        """A short name."""
+        return f"{self.contender.key}_one_thread" if self.one_thread else self.contender.key
 
-    def step(self) -> None:
-        """Take one step."""
-        self._contender.step()
-
-    def flush(self) -> None:
-        """Pass it on."""
-        self._contender.flush()
-
-    def file_bytes(self) -> int:
-        """Pass it on."""
-        return self._contender.file_bytes()
-
-    def close(self) -> None:
-        """Pass it on."""
-        self._contender.close()
+    @property
+    def what(self) -> str:
+        """The same for people."""
+        return f"{self.contender.what}, one thread" if self.one_thread else self.contender.what
 
 
 def timed_step(contender: Contender, batch: Batch) -> Duration:
@@ -93,7 +81,7 @@ def timed_step(contender: Contender, batch: Batch) -> Duration:
 
 
 def alternate(
-    contenders: Sequence[Contender],
+    entries: Sequence[Entry],
     batches: UniformBatches,
     *,
     seconds: float,
@@ -105,7 +93,7 @@ def alternate(
     round.
 
     Args:
-        contenders: Who takes part.
+        entries: Who takes part.
         batches: Where the batches come from.
         seconds: In all. No round begins after that, but at least three are run.
         steps: Steps of a block; those of slow contenders end earlier, but not before one step.
@@ -114,28 +102,28 @@ def alternate(
         What every step took, for each contender.
     """
     deadline = time.perf_counter() + seconds
-    block_seconds = seconds / (_FEWEST_ROUNDS * len(contenders))
-    times: list[list[Duration]] = [[] for _ in contenders]
-    for contender in contenders:
-        _block(contender, batches, 0, _WARM_UP_STEPS, block_seconds)
+    block_seconds = seconds / (_FEWEST_ROUNDS * len(entries))
+    times: list[list[Duration]] = [[] for _ in entries]
+    for entry in entries:
+        _block(entry, batches, 0, _WARM_UP_STEPS, block_seconds)
     number = 0
     while number < _FEWEST_ROUNDS or time.perf_counter() < deadline:
-        for turn in range(len(contenders)):
-            i = (number + turn) % len(contenders)
-            times[i] += _block(contenders[i], batches, 1 + number * steps, steps, block_seconds)
+        for turn in range(len(entries)):
+            i = (number + turn) % len(entries)
+            times[i] += _block(entries[i], batches, 1 + number * steps, steps, block_seconds)
         number += 1
     return times
 
 
-def _block(
-    contender: Contender, batches: UniformBatches, first: int, steps: int, seconds: float
-) -> list[Duration]:
+def _block(entry: Entry, batches: UniformBatches, first: int, steps: int, seconds: float) -> list[Duration]:
     times: list[Duration] = []
     threads = torch.get_num_threads()
     deadline = time.perf_counter() + seconds
+    if entry.one_thread:
+        torch.set_num_threads(1)
     try:
         for number in range(first, first + steps):
-            times.append(timed_step(contender, batches.make(number)))
+            times.append(timed_step(entry.contender, batches.make(number)))
             if time.perf_counter() > deadline:
                 break
     finally:

@@ -7,10 +7,10 @@ import torch
 
 from dsa.cli.bench import flat
 from dsa.cli.bench.batches import UniformBatches
-from dsa.cli.bench.entry import Entry, Tournament, enter, settle, with_one_thread
+from dsa.cli.bench.entry import Tournament, enter, settle, with_one_thread
 from dsa.cli.bench.results import Duration, Footprint, Group, Line, line_from_times, set_ratio
 from dsa.cli.bench.settings import QUICK
-from dsa.cli.bench.timing import OneThread, alternate
+from dsa.cli.bench.timing import Entry, alternate
 
 
 class Recorder:
@@ -37,6 +37,10 @@ class Recorder:
         self.log.append((self.key, "close"))
 
 
+def entry(key, log):
+    return Entry(Recorder(key, log), Footprint())
+
+
 BATCHES = UniformBatches(100, 2, 3, seed=0)
 
 
@@ -46,7 +50,7 @@ def rows(number):
 
 def test_contenders_take_turns_over_the_same_batches():
     log = []
-    times = alternate([Recorder("a", log), Recorder("b", log)], BATCHES, seconds=0.0)
+    times = alternate([entry("a", log), entry("b", log)], BATCHES, seconds=0.0)
     # no time: every block ends after one step, and the fewest rounds are run
     expected = [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("b", 31), ("a", 31), ("a", 61), ("b", 61)]
     assert [(key, row) for key, row, _ in log] == [(key, rows(number)) for key, number in expected]
@@ -55,7 +59,7 @@ def test_contenders_take_turns_over_the_same_batches():
 
 def test_blocks_have_no_more_steps_than_asked():
     log = []
-    times = alternate([Recorder("a", log)], BATCHES, seconds=0.2, steps=4)
+    times = alternate([entry("a", log)], BATCHES, seconds=0.2, steps=4)
     assert len(times[0]) % 4 == 0
     assert [row for _, row, _ in log[:7]] == [rows(n) for n in (0, 1, 2, 1, 2, 3, 4)]
 
@@ -63,25 +67,20 @@ def test_blocks_have_no_more_steps_than_asked():
 def test_one_thread_is_for_its_own_steps_only():
     torch.set_num_threads(2)
     log = []
-    alternate([OneThread(Recorder("a", log)), Recorder("b", log)], BATCHES, seconds=0.0)
+    alternate([entry("a", log)._replace(one_thread=True), entry("b", log)], BATCHES, seconds=0.0)
     assert {(key, threads) for key, _, threads in log} == {("a", 1), ("b", 2)}
     assert torch.get_num_threads() == 2
 
 
-def test_one_thread_passes_everything_on():
-    log = []
-    one = OneThread(Recorder("a", log, size=7))
-    one.flush()
-    one.close()
-    assert (one.key, one.what, one.file_bytes()) == ("a_one_thread", "a recorder, one thread", 7)
-    assert log == [("a", "flush"), ("a", "close")]
+def test_one_thread_is_said_in_the_names():
+    one = entry("a", [])._replace(one_thread=True)
+    assert (one.key, one.what) == ("a_one_thread", "a recorder, one thread")
 
 
 @pytest.mark.parametrize(("threads", "keys"), [(1, ["a"]), (2, ["a", "a_one_thread"])])
 def test_one_thread_joins_where_torch_has_several(threads, keys):
     torch.set_num_threads(threads)
-    entries = with_one_thread(Entry(Recorder("a", []), Footprint()))
-    assert [entry.contender.key for entry in entries] == keys
+    assert [each.key for each in with_one_thread(entry("a", []))] == keys
 
 
 def test_entering_updates_every_row_on_one_thread_and_closes_at_the_end():
@@ -110,7 +109,7 @@ def test_settling_writes_files_and_updates_once_more():
 def test_a_tournament_pools_the_baselines_and_lists_them_first():
     log = []
     groups = [Group("warm", "", 100, 2, batch) for batch in (3, 5)]
-    tournament = Tournament(groups, [Entry(Recorder("base", log), Footprint())], seed=0)
+    tournament = Tournament(groups, [entry("base", log)], seed=0)
     for key in ("a", "b"):
         tournament.race([Entry(Recorder(key, log), Footprint(file=1))], seconds=0.0)
     tournament.finish()
