@@ -29,7 +29,7 @@ from dsa.errors import (
     CheckpointNotFoundError,
 )
 from dsa.schema import Field, Records, Rows, Schema
-from dsa.state.content import StateContent, TableContent
+from dsa.state.content import StateContent, TableContent, recast
 
 __all__ = ["ROWS", "OpenedContent", "flatten_checkpoint", "open_content", "write_delta"]
 
@@ -193,10 +193,8 @@ def _changed(table: TableContent, since: int, file: BinaryIO) -> TableContent:
         chosen = np.flatnonzero(records["s"] > since)
         if not len(chosen) and count == 0 and first + len(records) == table.rows:
             chosen = np.array([len(records) - 1])  # an array has at least one row: one more does no harm
-        numbered = np.zeros(len(chosen), schema.dtype)
+        numbered = recast(records[chosen], schema)
         numbered[ROWS] = first + chosen
-        for name in table.schema.names:
-            numbered[name] = records[name][chosen]
         file.write(numbered.data)
         count += len(chosen)
     file.flush()
@@ -265,7 +263,7 @@ def _unnumbered(delta: Checkpoint, table: TableContent, schema: Schema) -> Itera
     for first, numbered in table.blocks():
         if not np.array_equal(numbered[ROWS], np.arange(first, first + len(numbered))):
             raise _bad_rows(delta, table.name)
-        yield first, _without_numbers(numbered, schema)
+        yield first, recast(numbered, schema)
 
 
 def _laid_over(delta: Checkpoint, below: TableContent, above: TableContent) -> Iterator[tuple[int, Records]]:
@@ -301,7 +299,7 @@ class _Changes:
             count = int(np.searchsorted(numbers, stop))
             if count:
                 part = self._numbered[:count]
-                yield part[ROWS].astype(np.int64), _without_numbers(part, self._schema)
+                yield part[ROWS].astype(np.int64), recast(part, self._schema)
                 self._numbered = self._numbered[count:]
             if len(self._numbered) or not self._load():
                 return
@@ -318,13 +316,6 @@ class _Changes:
             raise _bad_rows(self._delta, self._name)
         self._last = int(numbers[-1])
         return True
-
-
-def _without_numbers(numbered: Records, schema: Schema) -> Records:
-    records = np.zeros(len(numbered), schema.dtype)
-    for name in schema.names:
-        records[name] = numbered[name]
-    return records
 
 
 def _bad_rows(delta: Checkpoint, table: str) -> CheckpointCorruptError:

@@ -25,7 +25,7 @@ from dsa.checkpoint.names import group_names
 from dsa.checkpoint.places import Place, find_place
 from dsa.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointWriteError, DiskSpaceError
 from dsa.schema import Field, Records, Schema
-from dsa.state.content import StateContent, TableContent
+from dsa.state.content import StateContent, TableContent, recast
 
 __all__ = ["write_weights"]
 
@@ -72,9 +72,7 @@ def _weights_only(table: TableContent) -> TableContent:
 
     def blocks() -> Iterator[tuple[int, Records]]:
         for first, records in table.blocks():
-            weights = np.empty(len(records), schema.dtype)
-            weights["w"] = records["w"]
-            yield first, weights
+            yield first, recast(records, schema)
 
     return replace(table, schema=schema, blocks=blocks, stored=None, initializer=None)
 

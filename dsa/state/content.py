@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
+import numpy as np
+
 from dsa.rules.init import Initializer
 from dsa.schema import Records, Schema
 
-__all__ = ["Blocks", "StateContent", "TableContent"]
+__all__ = ["Blocks", "StateContent", "TableContent", "recast"]
 
 Blocks = Callable[[], Iterator[tuple[int, Records]]]
 """Starts a pass over a table: consecutive blocks ``(first row, records)`` that cover every row once.
@@ -72,3 +74,23 @@ class StateContent:
     global_step: int = 0
     exports: dict[str, int] = field(default_factory=dict)
     identity: str = ""
+
+
+def recast(records: Records, schema: Schema) -> Records:
+    """Return new records of a schema, with what others say of its fields; zero in those that they lack.
+
+    Args:
+        records: ``(B,)``, of fields with the same types where the names are the same.
+        schema: The schema.
+
+    Example:
+        >>> from dsa.schema import Field, adam_schema
+        >>> weights = Schema(1, (Field("w", "float32", "element"),))
+        >>> recast(np.ones(1, adam_schema(1).dtype), weights)["w"].tolist()
+        [[1.0]]
+    """
+    made = np.zeros(len(records), schema.dtype)
+    for name in schema.names:
+        if name in (records.dtype.names or ()):
+            made[name] = records[name]
+    return made

@@ -20,7 +20,7 @@ from dsa.backends.overlay import lay_over
 from dsa.errors import StateClosedError
 from dsa.kernels.row_index import RowIndex
 from dsa.schema import Records, Rows, Schema, adam_schema
-from dsa.state.content import StateContent, TableContent
+from dsa.state.content import StateContent, TableContent, recast
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table, fill_untouched
 
@@ -241,9 +241,7 @@ def _joined(table: Table, rows: Rows, records: Records) -> Records:
     """Return records with their weights, wherever these are."""
     if table.held is None:
         return fill_untouched(table, rows, records)
-    whole = np.zeros(len(rows), _with_weights(table.backend.schema).dtype)
-    for name in records.dtype.names or ():
-        whole[name] = records[name]
+    whole = recast(records, _with_weights(table.backend.schema))
     whole["w"] = table.held.take(rows)
     return whole
 
