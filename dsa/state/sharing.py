@@ -26,7 +26,6 @@ __all__ = ["check_choice", "check_resume", "join_tables"]
 
 
 _SHARED: Final[weakref.WeakValueDictionary[str, StateDirectory]] = weakref.WeakValueDictionary()
-_RESUMES: Final[weakref.WeakKeyDictionary[StateDirectory, bool | None]] = weakref.WeakKeyDictionary()
 
 
 def join_tables(
@@ -57,8 +56,8 @@ def join_tables(
     state = _SHARED.get(path)
     if state is None or not state.is_open:
         state = open_directory(directory, specs, resume, choice.complete(), exact=False)
+        state.resume = resume
         _SHARED[path] = state
-        _RESUMES[state] = resume
         try:
             return state, _claim(state, specs, user)
         except BaseException:
@@ -76,11 +75,10 @@ def check_resume(state: StateDirectory, resume: bool | None) -> None:
     Raises:
         ValueError: it differs.
     """
-    opened = _RESUMES[state]
-    if resume != opened:
+    if resume != state.resume:
         raise ValueError(
-            f"resume={resume!r} differs from resume={opened!r}, with which {str(state.path)!r} was opened: "
-            "pass the same to all that share it"
+            f"resume={resume!r} differs from resume={state.resume!r}, with which {str(state.path)!r} was "
+            "opened: pass the same to all that share it"
         )
 
 
@@ -126,7 +124,7 @@ def _table(state: StateDirectory, spec: TableSpec) -> Table:
         match_table(table, spec)
         warn_of_curvature(table, spec)
         return table
-    if _RESUMES[state]:
+    if state.resume:
         notify(
             f"the state in {str(state.path)!r} holds no table {spec.name!r} but {sorted(state.tables)}: a "
             "new one is made; if that is not meant, check the name",

@@ -58,6 +58,8 @@ class StateDirectory:
         self.exclusive = threading.RLock()
         # By whom each table is used; a table is free again when its user is gone.
         self.users: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+        # What whoever opened it asked for, and all who share it have to.
+        self.resume: bool | None = None
         self.replacements = 0
         self._metadata = metadata
         # Weakly: a state that is dropped without close has to go at once, with a warning.
