@@ -37,6 +37,16 @@ def _kernel_cache() -> str:
 # Before numba is imported, and inherited by the child processes that tests start.
 os.environ.setdefault("NUMBA_CACHE_DIR", _kernel_cache())
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Let one worker of `--dist loadgroup` run the tests of a file that share what was made once for them."""
+    for item in items:
+        made = getattr(item, "_fixtureinfo", None)
+        if made and any(each[-1].scope == "module" for each in made.name2fixturedefs.values()):
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+
+
 # The harnesses of `tests/crash` and `tests/blockdev`, before any test imports them: a failing assertion in
 # them then shows its values.
 pytest.register_assert_rewrite(

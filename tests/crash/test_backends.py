@@ -92,8 +92,8 @@ def test_losses_of_power_after_syncs_that_failed(space, backend):
     (scenario,) = over(backend, [STEPPING[5]])
     with prepared(space / "power", scenario) as (reference, directory):
         # A recovery of compressed tables is hundreds of syncs, none of which may fail, or it begins anew.
-        failing = {"zarr": 0.03, "zstd": 0.005}[backend]
-        figures = lose_power(reference, directory, random.Random(2), 6, 3, failing)
+        failing = {"zarr": 0.01, "zstd": 0.005}[backend]
+        figures = lose_power(reference, directory, random.Random(2), 4, 2, failing)
     complain(figures)
     assert figures.finished == 1
 

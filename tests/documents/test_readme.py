@@ -51,4 +51,4 @@ def test_going_on_is_as_never_having_stopped(tmp_path, monkeypatch):
 
 def test_the_gate_runs_the_test_command():
     after = README.partition("<!-- test command -->\n")[2]
-    assert re.match(r"```bash\n.*pytest\n```", after)
+    assert re.match(r"```bash\n.*python -m pytest -n auto --dist loadgroup\n```", after)

@@ -9,7 +9,7 @@ import torch
 from dsa.cli.bench import command
 from dsa.cli.bench.settings import FULL, QUICK, check_room
 
-SMALL = ["--quick", "--rows", "3000", "--dim", "8", "--batch", "16", "200", "--seconds", "0.5"]
+SMALL = ["--quick", "--rows", "3000", "--dim", "8", "--batch", "16", "200", "--seconds", "0.2"]
 
 
 def parsed(*words):
