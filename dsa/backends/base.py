@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, final, runtime_checkable
 
 from numpy.typing import NDArray
 
 from dsa.backends.field_rows import FieldRows
 from dsa.backends.mapping import Allocate
+from dsa.kernels.layout import Words
 from dsa.schema import Records, Rows, Schema
 
-__all__ = ["Layout", "Sizes", "Source", "StateBackend"]
+__all__ = ["InPlace", "Layout", "Sizes", "Source", "StateBackend"]
+
+T = TypeVar("T")
 
 
 class StateBackend(Protocol):
@@ -121,6 +124,44 @@ class StateBackend(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return, as plain JSON, what is needed to open these records again; reopening does not change it."""
+        ...
+
+
+@runtime_checkable
+class InPlace(Protocol):
+    """A backend whose records are mapped words, which a step may change where they are.
+
+    It is one beside being a `StateBackend`. What a step changes in the mapping survives the death of the
+    process at once, and the *image* of a record, its words and its checksum, put back by `restore`, is what
+    was there.
+    """
+
+    @property
+    def image_words(self) -> int:
+        """Words of an image: those of a record, and of the checksum behind it where there is one."""
+        ...
+
+    def visit(self, rows: Rows, function: Callable[[Words, Words, int, int], T]) -> list[T]:
+        """Let a function read and write the records of `rows`, having announced their pages.
+
+        Args:
+            rows: ``(B,)`` int64, strictly increasing: the place of each in the matrix that the function gets.
+            function: Is called with all records as a matrix of words, the factors of the checksum (``(0,)``
+                where there is none), and the half-open slice of `rows` that it is to visit; for several
+                slices at once, on as many threads as `dsa.kernels.threads.thread_limit` allows.
+
+        Returns:
+            What it returned for each slice, in their order.
+        """
+        ...
+
+    def restore(self, rows: Rows, images: Words) -> None:
+        """Put images back.
+
+        Args:
+            rows: ``(B,)`` int64.
+            images: ``(B, image_words)``.
+        """
         ...
 
 

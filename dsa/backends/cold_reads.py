@@ -9,7 +9,7 @@ own count of blocks read tells which it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from dsa.backends import system
 from dsa.schema import Rows
 
 __all__ = ["ColdReads", "page_runs"]
+
+T = TypeVar("T")
 
 _SECTOR: Final = 512
 _IDLE_HINTS: Final = 16
@@ -34,15 +36,16 @@ class ColdReads:
         self._hints_idle = False
         self._hints_skipped = 0
 
-    def read(self, rows: Rows, announce: Callable[[Rows], None], gather: Callable[[], None]) -> None:
-        """Call `gather`, having announced its rows if the last reads reached the disk."""
+    def read(self, rows: Rows, announce: Callable[[Rows], None], gather: Callable[[], T]) -> T:
+        """Return what `gather` returns, having announced its rows if the last reads reached the disk."""
         before = system.blocks_read()
         if self._cold:
             announce(rows)
-        gather()
+        result = gather()
         # One page in a hundred from the disk costs as much as announcing the whole batch.
         read = (system.blocks_read() - before) * _SECTOR
         self._cold = before >= 0 and read > len(rows) * system.PAGE // 100
+        return result
 
     def hint(self, rows: Rows, announce: Callable[[Rows], None]) -> None:
         """Announce rows that will be read later, unless that has lately been for nothing."""

@@ -28,9 +28,9 @@ import mmap
 import os
 import secrets
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeVar, final
 
 import numpy as np
 
@@ -47,6 +47,8 @@ from dsa.kernels.threads import run_slices
 from dsa.schema import Records, Rows, Schema, has_stamp
 
 __all__ = ["Allocate", "MemmapBackend", "Stride", "choose_stride", "file_bytes", "stored_bytes"]
+
+T = TypeVar("T")
 
 Stride = int | Literal["packed", "page"] | None
 
@@ -259,6 +261,26 @@ class MemmapBackend:
                 scatter_checked(table, rows[start:stop], words[start:stop], self._factors)
 
         run_slices(scatter, len(rows))
+
+    @property
+    def image_words(self) -> int:
+        """Words of a record, and of the checksum behind it."""
+        return self._record_bytes // 4
+
+    def visit(self, rows: Rows, function: Callable[[Words, Words, int, int], T]) -> list[T]:
+        """Let a function read and write the records of `rows` where they are; see `InPlace.visit`."""
+        table = self._open_table()
+        of_checksum = self._factors if self._stamp >= 0 else self._factors[:0]
+
+        def run(start: int, stop: int) -> T:
+            part = rows[start:stop]
+            return self._reads.read(part, self._announce, lambda: function(table, of_checksum, start, stop))
+
+        return run_slices(run, len(rows))
+
+    def restore(self, rows: Rows, images: Words) -> None:
+        """Put back words that were read from the records of `rows`, checksums included."""
+        scatter_words(self._open_table(), rows, np.ascontiguousarray(images))
 
     def reserve(self, rows: Rows) -> None:
         """Take the blocks under `rows` that have none; nothing is done for a file that has all of its blocks.

@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dsa.backends import system
 from dsa.errors import (
     StateClosedError,
@@ -20,7 +23,8 @@ from dsa.errors import (
     StateMismatchError,
     StateNotFoundError,
 )
-from dsa.inspection.tail import Kept, Tail, read_entries, still_counting
+from dsa.inspection.tail import Kept, Tail, read_entries, read_images, still_counting
+from dsa.schema import Rows
 from dsa.state.journal import salvage_journal
 from dsa.state.journal_format import BODY, Slot, read_header
 from dsa.state.legacy import find_legacy
@@ -52,11 +56,11 @@ class Mark(NamedTuple):
     broken: bool = False
 
     @property
-    def era(self) -> tuple[Stamp, int] | None:
+    def era(self) -> tuple[Stamp, int, int] | None:
         """What stays the same as long as the journal holds whatever is written; None if nothing tells."""
         if self.silent:
             return None
-        return self.stamp, 0 if self.slot is None else self.slot.head_sequence
+        return self.stamp, *((0, 0) if self.slot is None else (self.slot.head_sequence, self.slot.undone))
 
     def covers(self, later: Mark) -> bool:
         """Tell whether the journal holds at `later` whatever may have been written to the tables since."""
@@ -185,6 +189,24 @@ class ObservedDirectory:
         self.spared = kept.spared
         self._kept, self._tail = kept, (mark, Tail(kept.entries))
         return self._tail[1]
+
+    def images(
+        self, mark: Mark, index: int, rows: Rows, record_bytes: int
+    ) -> tuple[Rows, NDArray[np.uint8]] | None:
+        """Return what rows were before a step that is under way, see `read_images`.
+
+        Returns:
+            None when the journal has gone on since `mark`.
+        """
+        slot = mark.slot
+        if slot is None or not len(rows):
+            return np.empty(0, np.int64), np.empty((0, record_bytes), np.uint8)
+        try:
+            with self._journal() as file:
+                found = read_images(file, self._kept.end, slot.last + 1, index, rows, record_bytes)
+        except (FileNotFoundError, ValueError):  # it was removed, or read in the middle of a change
+            return None
+        return found if self.mark() == mark else None
 
     def exports(self, global_step: int) -> dict[str, int]:
         """Return the checkpoints of this history: content root, and the step each was made at.

@@ -156,4 +156,9 @@ class OverlaidBackend:
         if tail is None:
             return False
         tail.lay_over(self._index, rows, records)
+        unfinished = self._directory.images(after, self._index, rows, records.dtype.itemsize)
+        if unfinished is None:
+            return False
+        places, images = unfinished
+        records[places] = images.view(records.dtype)[:, 0]
         return before.covers(after)

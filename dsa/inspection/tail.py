@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from dsa.errors import StateCorruptError
 from dsa.schema import Records, Rows
-from dsa.state.journal_format import BODY, Entry, Slot, decode_entry, entry_length
+from dsa.state.journal_format import BODY, Entry, Place, Slot, decode_entry, entry_length, read_head
 
-__all__ = ["Kept", "Tail", "read_entries", "still_counting"]
+__all__ = ["Kept", "Tail", "read_entries", "read_images", "still_counting"]
 
 _HEAD_BYTES: Final = 4096
+_LONG_HEAD_BYTES: Final = 1 << 16
 
 
 class Kept(NamedTuple):
@@ -94,7 +95,7 @@ def read_entries(file: BinaryIO, slot: Slot, kept: Kept) -> Kept:
         entry, start = _entry_at(file, place, sequence, size, applied=False)
         if entry is None and sequence <= slot.applied:
             entry, start = _entry_at(file, place, sequence, size, applied=True)
-            spared |= entry is not None
+            spared |= entry is not None and not entry.in_place
         if entry is None:
             return Kept(entries, place, spared)
         entries.append(entry)
@@ -122,6 +123,47 @@ def _read_entry(file: BinaryIO, start: int, sequence: int, size: int, applied: b
     memory = bytearray(head[:length])
     memory += file.read(length - len(memory))
     return decode_entry(memory, 0, sequence, applied=applied) if len(memory) == length else None
+
+
+def read_images(
+    file: BinaryIO, place: int, sequence: int, index: int, rows: Rows, record_bytes: int
+) -> tuple[Rows, NDArray[np.uint8]]:
+    """Return which rows a step under way may have changed in place, and what they were before it.
+
+    Args:
+        file: The journal.
+        place: Where in the ring the step's entry may begin, but for the start of the ring.
+        sequence: Its number.
+        index: The table's position in the state.
+        rows: ``(B,)`` int64, strictly increasing: the rows asked about.
+        record_bytes: Bytes of a record.
+
+    Returns:
+        Positions in `rows`, and ``(.., record_bytes)`` bytes.
+    """
+    for start in (BODY + place, BODY):
+        file.seek(start)
+        head = read_head(file.read(_LONG_HEAD_BYTES), 0, sequence)
+        if head is None or not head.in_place:
+            continue
+        for part in head.places:
+            if part.table == index and part.record_bytes >= record_bytes:
+                return _images_of(file, start, part, rows, record_bytes)
+    return np.empty(0, np.int64), np.empty((0, record_bytes), np.uint8)
+
+
+def _images_of(
+    file: BinaryIO, start: int, part: Place, rows: Rows, record_bytes: int
+) -> tuple[Rows, NDArray[np.uint8]]:
+    file.seek(start + part.rows_at)
+    noted = np.frombuffer(file.read(8 * part.rows), np.int64)
+    places = np.minimum(np.searchsorted(rows, noted), len(rows) - 1)
+    hits = np.flatnonzero((noted >= 0) & (rows[places] == noted))
+    images = np.empty((len(hits), record_bytes), np.uint8)
+    for image, hit in zip(images, hits.tolist(), strict=True):
+        file.seek(start + part.records_at + hit * part.record_bytes)
+        image[:] = np.frombuffer(file.read(record_bytes), np.uint8)
+    return places[hits], images
 
 
 def _newest(parts: list[Any]) -> tuple[Rows, NDArray[Any]]:

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsa.kernels.checks import all_finite, count_update, is_finite, is_updatable
 from dsa.kernels.compiled import compiled
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
-from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
+from dsa.kernels.layout import Floats
 from dsa.kernels.report import StepReport
-from dsa.schema import Records, Rows
+from dsa.kernels.visiting import Scratch, Visit, pass_of, visit_records
+from dsa.schema import Records
 
 if TYPE_CHECKING:
     from dsa.rules.conventions import AdamOptions
 
-__all__ = ["adam_step"]
+__all__ = ["adam_pass", "adam_step", "row_wise_adam_pass"]
 
 
 def adam_step(
@@ -54,90 +54,100 @@ def adam_step(
     Returns:
         The report; when ``report.bad >= 0`` the contents of `records` must be thrown away.
     """
-    words, floats = as_words(records)
-    layout = word_layout(records.dtype)
-    constants = step_constants(options, stamp, step)
-    kernel = _row_wise_rows if options.second_moment == "row" else _element_wise_rows
-    w, w_start = (floats, layout.w) if weights is None else (weights, 0)
-    return StepReport(
-        int(kernel(words, floats, w, w_start, grad, np.arange(len(records)), layout, constants))
-    )
+    update = row_wise_adam_pass if options.second_moment == "row" else adam_pass
+    return visit_records(update, records, grad, step_constants(options, stamp, step), weights)
 
 
-# The rows to update come as positions although they are consecutive: with an affine row index LLVM hoists its
-# aliasing checks out of the loop over rows, where the fields' address ranges interleave; the checks then fail
-# and the scalar code runs, nine times slower.
+@compiled(_nrt=False)
+def _update(visit: Visit, constants: StepConstants, scratch: Scratch, p: int, slot: int) -> None:
+    layout = visit.layout
+    dim = layout.dim
+    old, new = visit.images[slot].view(np.float32), visit.table[visit.places[p]].view(np.float32)
+    old_m, old_v = old[layout.m : layout.m + dim], old[layout.v : layout.v + dim]
+    m, v = new[layout.m : layout.m + dim], new[layout.v : layout.v + dim]
+    count = visit.images[slot, layout.t]
+    # Two calls and not one with the weights chosen before: the loop is vectorised where it is known whether
+    # old and new weights are one array.
+    if layout.w >= 0:
+        old_w, w = old[layout.w : layout.w + dim], new[layout.w : layout.w + dim]
+        _descend(scratch.gradient, old_w, old_m, old_v, w, m, v, count, constants)
+    else:
+        w = visit.weights[p]
+        _descend(scratch.gradient, w, old_m, old_v, w, m, v, count, constants)
 
 
-@compiled
-def _element_wise_rows(
-    words: Words,
-    floats: Floats,
-    weights: Floats,
-    w_start: int,
-    grad: Floats,
-    positions: Rows,
-    layout: WordLayout,
+@compiled(_nrt=False)
+def _descend(
+    g: Floats,
+    old_w: Floats,
+    old_m: Floats,
+    old_v: Floats,
+    w: Floats,
+    m: Floats,
+    v: Floats,
+    count: int,
     constants: StepConstants,
-) -> int:
+) -> None:
     beta1, rate1 = np.float32(constants.beta1), np.float32(1.0 - constants.beta1)
     beta2, rate2 = np.float32(constants.beta2), np.float32(1.0 - constants.beta2)
     sign, l2 = np.float32(constants.sign), np.float32(constants.l2)
     keep = np.float32(1.0 - constants.decay)
-    for i in positions:
-        if not is_updatable(words, i, layout):
-            return int(i)
-        first, second = corrections(constants, words[i, layout.t])
-        size = np.float32(constants.lr * second / first)
-        floor = np.float32(epsilon(constants, second))
-        w = weights[i, w_start : w_start + layout.dim]
-        m = floats[i, layout.m : layout.m + layout.dim]
-        v = floats[i, layout.v : layout.v + layout.dim]
-        g = grad[i]
-        for j in range(layout.dim):
-            gradient = sign * g[j] + l2 * w[j]
-            m[j] = beta1 * m[j] + rate1 * gradient
-            v[j] = beta2 * v[j] + rate2 * (gradient * gradient)
-            w[j] = keep * w[j] - size * (m[j] / (np.sqrt(v[j]) + floor))
-        count_update(words, i, layout, constants.stamp)
-        if not is_finite(words, i, layout) or (layout.w < 0 and not all_finite(w.view(np.int32))):
-            return int(i)
-    return -1
+    first, second = corrections(constants, count)
+    size = np.float32(constants.lr * second / first)
+    floor = np.float32(epsilon(constants, second))
+    for j in range(g.shape[0]):
+        gradient = sign * g[j] + l2 * old_w[j]
+        moment = beta1 * old_m[j] + rate1 * gradient
+        square = beta2 * old_v[j] + rate2 * (gradient * gradient)
+        m[j] = moment
+        v[j] = square
+        w[j] = keep * old_w[j] - size * (moment / (np.sqrt(square) + floor))
 
 
-@compiled
-def _row_wise_rows(
-    words: Words,
-    floats: Floats,
-    weights: Floats,
-    w_start: int,
-    grad: Floats,
-    positions: Rows,
-    layout: WordLayout,
+@compiled(_nrt=False)
+def _update_row_wise(visit: Visit, constants: StepConstants, scratch: Scratch, p: int, slot: int) -> None:
+    layout = visit.layout
+    dim = layout.dim
+    old, new = visit.images[slot].view(np.float32), visit.table[visit.places[p]].view(np.float32)
+    old_m, m = old[layout.m : layout.m + dim], new[layout.m : layout.m + dim]
+    count = visit.images[slot, layout.t]
+    if layout.w >= 0:
+        old_w, w = old[layout.w : layout.w + dim], new[layout.w : layout.w + dim]
+        v = _descend_row_wise(scratch.gradient, old_w, old_m, old[layout.v], w, m, count, constants)
+    else:
+        w = visit.weights[p]
+        v = _descend_row_wise(scratch.gradient, w, old_m, old[layout.v], w, m, count, constants)
+    new[layout.v] = v
+
+
+@compiled(_nrt=False)
+def _descend_row_wise(
+    g: Floats,
+    old_w: Floats,
+    old_m: Floats,
+    old_v: float,
+    w: Floats,
+    m: Floats,
+    count: int,
     constants: StepConstants,
-) -> int:
+) -> float:
+    """Update weights and first moments of a row; return its second moment."""
     beta1, rate1 = np.float32(constants.beta1), np.float32(1.0 - constants.beta1)
     sign, l2 = np.float32(constants.sign), np.float32(constants.l2)
     keep = np.float32(1.0 - constants.decay)
-    for i in positions:
-        if not is_updatable(words, i, layout):
-            return int(i)
-        w = weights[i, w_start : w_start + layout.dim]
-        m = floats[i, layout.m : layout.m + layout.dim]
-        g = grad[i]
-        squares = 0.0
-        for j in range(layout.dim):
-            gradient = sign * g[j] + l2 * w[j]
-            m[j] = beta1 * m[j] + rate1 * gradient
-            squares += np.float64(gradient) * np.float64(gradient)
-        v = constants.beta2 * np.float64(floats[i, layout.v])
-        v += (1.0 - constants.beta2) * (squares / layout.dim)
-        floats[i, layout.v] = v
-        first, second = corrections(constants, words[i, layout.t])
-        size = np.float32(constants.lr * second / first / (np.sqrt(v) + epsilon(constants, second)))
-        for j in range(layout.dim):
-            w[j] = keep * w[j] - size * m[j]
-        count_update(words, i, layout, constants.stamp)
-        if not is_finite(words, i, layout) or (layout.w < 0 and not all_finite(w.view(np.int32))):
-            return int(i)
-    return -1
+    squares = 0.0
+    for j in range(g.shape[0]):
+        gradient = sign * g[j] + l2 * old_w[j]
+        m[j] = beta1 * old_m[j] + rate1 * gradient
+        squares += np.float64(gradient) * np.float64(gradient)
+    v: float = constants.beta2 * np.float64(old_v)
+    v += (1.0 - constants.beta2) * (squares / g.shape[0])
+    first, second = corrections(constants, count)
+    size = np.float32(constants.lr * second / first / (np.sqrt(v) + epsilon(constants, second)))
+    for j in range(g.shape[0]):
+        w[j] = keep * old_w[j] - size * m[j]
+    return v
+
+
+adam_pass = pass_of(_update)
+row_wise_adam_pass = pass_of(_update_row_wise)

@@ -17,11 +17,9 @@ from dsa.schema import TORN, Records
 __all__ = [
     "LAST_COUNT",
     "all_finite",
-    "count_update",
+    "any_sign",
     "describe_fault",
     "first_implausible",
-    "is_finite",
-    "is_updatable",
 ]
 
 LAST_COUNT: Final = 2**31 - 1
@@ -33,7 +31,7 @@ _INFINITY: Final = np.int32(0x7F800000)
 _ZERO: Final = np.int32(0)
 
 
-@compiled
+@compiled(_nrt=False)
 def all_finite(patterns: Words) -> bool:
     """Tell whether float32 bit patterns are all finite."""
     largest = _ZERO
@@ -42,8 +40,9 @@ def all_finite(patterns: Words) -> bool:
     return bool(largest < _INFINITY)
 
 
-@compiled
-def _any_sign(patterns: Words) -> bool:
+@compiled(_nrt=False)
+def any_sign(patterns: Words) -> bool:
+    """Tell whether one of some words has its sign bit set: a negative number, or -0.0."""
     lowest = _ZERO
     for j in range(patterns.shape[0]):
         lowest = min(lowest, patterns[j])
@@ -51,33 +50,9 @@ def _any_sign(patterns: Words) -> bool:
 
 
 @compiled
-def is_finite(words: Words, i: int, layout: WordLayout) -> bool:
-    """Tell whether the moments of record `i`, and its weight if it has one, are finite."""
-    return all_finite(words[i, layout.first : layout.t])
-
-
-@compiled
-def is_updatable(words: Words, i: int, layout: WordLayout) -> bool:
-    """Tell whether an update may use record `i`: no negative second moment, counter or stamp.
-
-    A non-finite number needs no question here: it stays non-finite through every update, and the result is
-    checked.
-    """
-    return not _any_sign(words[i, layout.v : layout.s + 1])
-
-
-@compiled
-def count_update(words: Words, i: int, layout: WordLayout, stamp: int) -> None:
-    """Advance the counter of record `i`, which stays at its last value, and set its stamp."""
-    if words[i, layout.t] < LAST_COUNT:
-        words[i, layout.t] += 1
-    words[i, layout.s] = stamp
-
-
-@compiled
 def _first_implausible(words: Words, layout: WordLayout) -> int:
     for i in range(words.shape[0]):
-        if not is_updatable(words, i, layout) or not is_finite(words, i, layout):
+        if any_sign(words[i, layout.v : layout.s + 1]) or not all_finite(words[i, layout.first : layout.t]):
             return i
     return -1
 

@@ -95,8 +95,16 @@ class _Cache(FunctionCache):
             _say_uncached(str(error) or type(error).__name__)
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:  # noqa: ANN401 - numba's
-        """Return what code is found by: numba's key knows only the file that the function is in."""
-        return (*super()._index_key(sig, codegen), _sources())  # type: ignore[no-untyped-call]
+        """Return what code is found by: numba's key knows only the file that the function is in.
+
+        A function that is made around others is told by their names. numba pickles them, which gives other
+        bytes in each process.
+        """
+        function = self._py_func
+        around = [each.cell_contents for each in function.__closure__ or ()]
+        names = tuple(f"{each.__module__}.{each.__qualname__}" for each in around)
+        code = zlib.crc32(function.__code__.co_code)
+        return sig, codegen.magic_tuple(), code, names, _sources()
 
 
 @final

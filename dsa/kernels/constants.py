@@ -86,7 +86,7 @@ def step_constants(options: AdamOptions, stamp: int, step: int | None) -> StepCo
     )
 
 
-@compiled
+@compiled(_nrt=False)
 def corrections(constants: StepConstants, t: int) -> tuple[float, float]:
     """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` of a row that has been updated `t` times before."""
     count = constants.shared if constants.shared > 0 else t + 1
@@ -102,7 +102,7 @@ def corrections(constants: StepConstants, t: int) -> tuple[float, float]:
     return first, second
 
 
-@compiled
+@compiled(_nrt=False)
 def epsilon(constants: StepConstants, second: float) -> float:
     """Return what is added to ``sqrt(v)``: see `dsa.kernels.adam` on the two placements."""
     return constants.eps * second if constants.corrected else constants.eps

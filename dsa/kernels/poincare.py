@@ -19,25 +19,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.kernels.checks import count_update, is_finite, is_updatable
 from dsa.kernels.compiled import compiled
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.geodesic import BALL_EPS, Geodesic, gap_of, geodesic, is_long_inward, transport_coefficients
-from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
+from dsa.kernels.layout import Floats
 from dsa.kernels.report import StepReport
-from dsa.schema import Records, Rows
+from dsa.kernels.visiting import Scratch, Visit, pass_of, visit_records
+from dsa.schema import Records
 
 if TYPE_CHECKING:
     from dsa.rules.conventions import AdamOptions
 
-__all__ = ["BALL_EPS", "exp_transport", "riemannian_adam_step", "transport_diagonal"]
+__all__ = [
+    "BALL_EPS",
+    "BallConstants",
+    "ball_constants",
+    "ball_pass",
+    "exp_transport",
+    "riemannian_adam_step",
+    "row_wise_ball_pass",
+    "transport_diagonal",
+]
 
 Doubles = NDArray[np.float64]
+
+
+class BallConstants(NamedTuple):
+    """What of a step on the ball does not depend on the row.
+
+    Args:
+        adam: What of it is Adam's.
+        k: Curvature magnitude.
+        limit: Longest step in hyperbolic units.
+        frame: Whether the second moment is that of the gradient in the orthonormal frame.
+        tensor: Whether it follows as the diagonal of a 2-tensor.
+        stamp: The stamp of the new records.
+    """
+
+    adam: StepConstants
+    k: float
+    limit: float
+    frame: bool
+    tensor: bool
+    stamp: int
+
+
+def ball_constants(options: AdamOptions, k: float, stamp: int, step: int | None) -> BallConstants:
+    """Return the constants of one step; see `dsa.kernels.constants.step_constants`."""
+    return BallConstants(
+        adam=step_constants(options, stamp, step),
+        k=float(k),
+        limit=math.inf if options.max_step is None else float(options.max_step),
+        frame=options.second_moment == "frame",
+        tensor=options.v_transport == "tensor",
+        stamp=stamp,
+    )
 
 
 def riemannian_adam_step(
@@ -64,18 +105,11 @@ def riemannian_adam_step(
     Returns:
         The report; when ``report.bad >= 0`` the contents of `records` must be thrown away.
     """
-    words, floats = as_words(records)
-    layout = word_layout(records.dtype)
-    constants = step_constants(options, stamp, step)
-    limit = math.inf if options.max_step is None else float(options.max_step)
-    common = (words, floats, grad, np.arange(len(records)), layout, constants, float(k), limit)
-    if options.second_moment == "row":
-        return StepReport(*_row_wise_rows(*common))
-    frame, tensor = options.second_moment == "frame", options.v_transport == "tensor"
-    return StepReport(*_element_wise_rows(*common, frame, tensor))
+    update = row_wise_ball_pass if options.second_moment == "row" else ball_pass
+    return visit_records(update, records, grad, ball_constants(options, k, stamp, step))
 
 
-@compiled(fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
 def _load(stored: Floats, scratch: Doubles) -> float:
     square = 0.0
     for j in range(scratch.shape[0]):
@@ -85,7 +119,7 @@ def _load(stored: Floats, scratch: Doubles) -> float:
     return square
 
 
-@compiled(fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
 def _dot(x: Doubles, y: Doubles) -> float:
     total = 0.0
     for j in range(x.shape[0]):
@@ -93,7 +127,7 @@ def _dot(x: Doubles, y: Doubles) -> float:
     return total
 
 
-@compiled
+@compiled(_nrt=False)
 def _across(w: Doubles, u: Doubles, a: float, b: float) -> float:
     """Return the squared length of the part of u that is perpendicular to w."""
     total = 0.0
@@ -103,14 +137,14 @@ def _across(w: Doubles, u: Doubles, a: float, b: float) -> float:
     return total
 
 
-@compiled
+@compiled(_nrt=False)
 def _geodesic_of(w: Doubles, u: Doubles, a: float, gap: float, k: float, limit: float) -> Geodesic:
     b, c = _dot(w, u), _dot(u, u)
     across = _across(w, u, a, b) if is_long_inward(b, c, gap, k) else 0.0
     return geodesic(a, b, c, across, gap, k, limit)
 
 
-@compiled
+@compiled(_nrt=False)
 def _load_into_ball(stored: Floats, w: Doubles, k: float) -> tuple[float, float]:
     a = _load(stored, w)
     gap, factor = gap_of(a, k)
@@ -121,65 +155,52 @@ def _load_into_ball(stored: Floats, w: Doubles, k: float) -> tuple[float, float]
     return a, gap
 
 
-@compiled
-def _element_wise_rows(
-    words: Words,
-    floats: Floats,
-    grad: Floats,
-    positions: Rows,
-    layout: WordLayout,
-    constants: StepConstants,
-    k: float,
-    limit: float,
-    frame: bool,
-    tensor: bool,
-) -> tuple[int, int, int, float]:
-    beta1, beta2 = constants.beta1, constants.beta2
-    sign, l2, decay = constants.sign, constants.l2, constants.decay
+@compiled(_nrt=False)
+def _update(visit: Visit, constants: BallConstants, scratch: Scratch, p: int, slot: int) -> None:
+    adam, k, frame = constants.adam, constants.k, constants.frame
+    beta1, beta2 = adam.beta1, adam.beta2
+    sign, l2, decay = adam.sign, adam.l2, adam.decay
+    layout, g = visit.layout, scratch.gradient
     dim = layout.dim
-    w, u, m, v = np.empty(dim), np.empty(dim), np.empty(dim), np.empty(dim)
-    clamped = far = 0
-    longest = 0.0
-    for i in positions:
-        if not is_updatable(words, i, layout):
-            return int(i), clamped, far, longest
-        stored_w = floats[i, layout.w : layout.w + dim]
-        stored_m = floats[i, layout.m : layout.m + dim]
-        stored_v = floats[i, layout.v : layout.v + dim]
-        g = grad[i]
-        a, gap = _load_into_ball(stored_w, w, k)
-        first, second = corrections(constants, words[i, layout.t])
-        size = constants.lr * second / first
-        floor = epsilon(constants, second)
-        inverse_metric = 0.25 * gap * gap
-        to_frame = 2.0 / gap if frame else 1.0
-        for j in range(dim):
-            gradient = (sign * g[j] + l2 * w[j]) * inverse_metric
-            component = gradient * to_frame
-            m[j] = beta1 * stored_m[j] + (1.0 - beta1) * gradient
-            v[j] = beta2 * stored_v[j] + (1.0 - beta2) * (component * component)
-            u[j] = -(size * (m[j] / (math.sqrt(v[j]) + floor)) + decay * w[j])
-        step = _geodesic_of(w, u, a, gap, k, limit)
-        rho_v = 1.0 if frame else step.rho
-        if tensor:
-            _transport_diagonal(w, u, v, step, rho_v)
-        else:
-            _transport_root(w, u, v, step, rho_v)
-        m_w, m_u = transport_coefficients(step, _dot(w, m), _dot(u, m))
-        for j in range(dim):
-            stored_v[j] = v[j]
-            stored_m[j] = step.rho * (m[j] + m_w * w[j] + m_u * u[j])
-            stored_w[j] = step.along_w * w[j] + step.along_u * u[j]
-        clamped += step.clamped
-        far += step.clamped and step.length > 1.0
-        longest = max(longest, step.length)
-        count_update(words, i, layout, constants.stamp)
-        if not is_finite(words, i, layout):
-            return int(i), clamped, far, longest
-    return -1, clamped, far, longest
+    w, u, m, v = scratch.vectors[0], scratch.vectors[1], scratch.vectors[2], scratch.vectors[3]
+    old, new = visit.images[slot].view(np.float32), visit.table[visit.places[p]].view(np.float32)
+    old_m, old_v = old[layout.m : layout.m + dim], old[layout.v : layout.v + dim]
+    new_w, new_m = new[layout.w : layout.w + dim], new[layout.m : layout.m + dim]
+    new_v = new[layout.v : layout.v + dim]
+    a, gap = _load_into_ball(old[layout.w : layout.w + dim], w, k)
+    first, second = corrections(adam, visit.images[slot, layout.t])
+    size = adam.lr * second / first
+    floor = epsilon(adam, second)
+    inverse_metric = 0.25 * gap * gap
+    to_frame = 2.0 / gap if frame else 1.0
+    for j in range(dim):
+        gradient = (sign * g[j] + l2 * w[j]) * inverse_metric
+        component = gradient * to_frame
+        m[j] = beta1 * old_m[j] + (1.0 - beta1) * gradient
+        v[j] = beta2 * old_v[j] + (1.0 - beta2) * (component * component)
+        u[j] = -(size * (m[j] / (math.sqrt(v[j]) + floor)) + decay * w[j])
+    step = _geodesic_of(w, u, a, gap, k, constants.limit)
+    rho_v = 1.0 if frame else step.rho
+    if constants.tensor:
+        _transport_diagonal(w, u, v, step, rho_v)
+    else:
+        _transport_root(w, u, v, step, rho_v)
+    m_w, m_u = transport_coefficients(step, _dot(w, m), _dot(u, m))
+    for j in range(dim):
+        new_v[j] = v[j]
+        new_m[j] = step.rho * (m[j] + m_w * w[j] + m_u * u[j])
+        new_w[j] = step.along_w * w[j] + step.along_u * u[j]
+    _tell(scratch, step)
 
 
-@compiled(fastmath={"reassoc", "contract"})
+@compiled(_nrt=False)
+def _tell(scratch: Scratch, step: Geodesic) -> None:
+    scratch.told[0] += step.clamped
+    scratch.told[1] += step.clamped and step.length > 1.0
+    scratch.told[2] = max(scratch.told[2], step.length)
+
+
+@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
 def _transport_diagonal(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: float) -> None:
     """Replace v by ``rho^2 diag(G diag(v) G^T)``: a diagonal 2-tensor's transport, never negative, O(D).
 
@@ -210,7 +231,7 @@ def _transport_diagonal(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho:
         v[j] = rho * rho * min(max(turned, smallest), largest)
 
 
-@compiled(fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
 def _transport_root(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: float) -> None:
     """Replace v by the square of its transported root, the original reading: not equivariant under flips."""
     p = q = 0.0
@@ -224,62 +245,48 @@ def _transport_root(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: flo
         v[j] = root * root
 
 
-@compiled(fastmath={"reassoc", "contract"})
-def _row_wise_rows(
-    words: Words,
-    floats: Floats,
-    grad: Floats,
-    positions: Rows,
-    layout: WordLayout,
-    constants: StepConstants,
-    k: float,
-    limit: float,
-) -> tuple[int, int, int, float]:
+@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
+def _update_row_wise(visit: Visit, constants: BallConstants, scratch: Scratch, p: int, slot: int) -> None:
     # The direction is u = -(phi m + decay w), a combination of two vectors that are at hand, so that it never
     # has to exist.
-    beta1, sign, l2, decay = constants.beta1, constants.sign, constants.l2, constants.decay
+    adam, k = constants.adam, constants.k
+    beta1, sign, l2, decay = adam.beta1, adam.sign, adam.l2, adam.decay
+    layout, g = visit.layout, scratch.gradient
     dim = layout.dim
-    w, m = np.empty(dim), np.empty(dim)
-    clamped = far = 0
-    longest = 0.0
-    for i in positions:
-        if not is_updatable(words, i, layout):
-            return int(i), clamped, far, longest
-        stored_w = floats[i, layout.w : layout.w + dim]
-        stored_m = floats[i, layout.m : layout.m + dim]
-        g = grad[i]
-        a, gap = _load_into_ball(stored_w, w, k)
-        inverse_metric = 0.25 * gap * gap
-        squares = wm = mm = 0.0
-        for j in range(dim):
-            euclidean = sign * g[j] + l2 * w[j]
-            m[j] = beta1 * stored_m[j] + (1.0 - beta1) * (euclidean * inverse_metric)
-            squares += euclidean * euclidean
-            wm += w[j] * m[j]
-            mm += m[j] * m[j]
-        v = constants.beta2 * np.float64(floats[i, layout.v])
-        v += (1.0 - constants.beta2) * (squares * inverse_metric)
-        first, second = corrections(constants, words[i, layout.t])
-        phi = constants.lr * second / first / (math.sqrt(v) + epsilon(constants, second))
-        wu = -(phi * wm + decay * a)
-        # Where decay balances the moment the sum rounds to either side of zero.
-        uu = max(phi * phi * mm + 2.0 * phi * decay * wm + decay * decay * a, 0.0)
-        across = phi * phi * _across(w, m, a, wm) if is_long_inward(wu, uu, gap, k) else 0.0
-        step = geodesic(a, wu, uu, across, gap, k, limit)
-        m_w, m_u = transport_coefficients(step, wm, -(phi * mm + decay * wm))
-        keep_m, add_w = step.rho * (1.0 - m_u * phi), step.rho * (m_w - m_u * decay)
-        w_w, w_m = step.along_w - step.along_u * decay, -step.along_u * phi
-        floats[i, layout.v] = v
-        for j in range(dim):
-            stored_m[j] = keep_m * m[j] + add_w * w[j]
-            stored_w[j] = w_w * w[j] + w_m * m[j]
-        clamped += step.clamped
-        far += step.clamped and step.length > 1.0
-        longest = max(longest, step.length)
-        count_update(words, i, layout, constants.stamp)
-        if not is_finite(words, i, layout):
-            return int(i), clamped, far, longest
-    return -1, clamped, far, longest
+    w, m = scratch.vectors[0], scratch.vectors[1]
+    old, new = visit.images[slot].view(np.float32), visit.table[visit.places[p]].view(np.float32)
+    old_m = old[layout.m : layout.m + dim]
+    new_w, new_m = new[layout.w : layout.w + dim], new[layout.m : layout.m + dim]
+    a, gap = _load_into_ball(old[layout.w : layout.w + dim], w, k)
+    inverse_metric = 0.25 * gap * gap
+    squares = wm = mm = 0.0
+    for j in range(dim):
+        euclidean = sign * g[j] + l2 * w[j]
+        m[j] = beta1 * old_m[j] + (1.0 - beta1) * (euclidean * inverse_metric)
+        squares += euclidean * euclidean
+        wm += w[j] * m[j]
+        mm += m[j] * m[j]
+    v = adam.beta2 * np.float64(old[layout.v])
+    v += (1.0 - adam.beta2) * (squares * inverse_metric)
+    first, second = corrections(adam, visit.images[slot, layout.t])
+    phi = adam.lr * second / first / (math.sqrt(v) + epsilon(adam, second))
+    wu = -(phi * wm + decay * a)
+    # Where decay balances the moment the sum rounds to either side of zero.
+    uu = max(phi * phi * mm + 2.0 * phi * decay * wm + decay * decay * a, 0.0)
+    across = phi * phi * _across(w, m, a, wm) if is_long_inward(wu, uu, gap, k) else 0.0
+    step = geodesic(a, wu, uu, across, gap, k, constants.limit)
+    m_w, m_u = transport_coefficients(step, wm, -(phi * mm + decay * wm))
+    keep_m, add_w = step.rho * (1.0 - m_u * phi), step.rho * (m_w - m_u * decay)
+    w_w, w_m = step.along_w - step.along_u * decay, -step.along_u * phi
+    new[layout.v] = v
+    for j in range(dim):
+        new_m[j] = keep_m * m[j] + add_w * w[j]
+        new_w[j] = w_w * w[j] + w_m * m[j]
+    _tell(scratch, step)
+
+
+ball_pass = pass_of(_update)
+row_wise_ball_pass = pass_of(_update_row_wise)
 
 
 def exp_transport(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 __all__ = ["StepReport", "merge_reports"]
 
 
@@ -24,19 +27,24 @@ class StepReport(NamedTuple):
     far: int = 0
     longest: float = 0.0
 
+    @classmethod
+    def of(cls, bad: int, told: NDArray[np.float64]) -> StepReport:
+        """Return the report of a pass, see `dsa.kernels.visiting.Scratch`."""
+        clamped, far, longest = told.tolist()
+        return cls(bad, int(clamped), int(far), longest)
 
-def merge_reports(reports: Iterable[tuple[int, StepReport]]) -> StepReport:
-    """Combine the reports of consecutive slices of one batch, each given with the position where it starts.
+
+def merge_reports(reports: Iterable[StepReport]) -> StepReport:
+    """Combine the reports of consecutive slices of one batch.
 
     Example:
-        >>> merge_reports([(0, StepReport(-1, clamped=2)), (512, StepReport(3, clamped=1))])
+        >>> merge_reports([StepReport(-1, clamped=2), StepReport(515, clamped=1)])
         StepReport(bad=515, clamped=3, far=0, longest=0.0)
     """
     merged = StepReport(-1)
-    for start, report in reports:
-        bad = start + report.bad if merged.bad < 0 <= report.bad else merged.bad
+    for report in reports:
         merged = StepReport(
-            bad,
+            report.bad if merged.bad < 0 else merged.bad,
             merged.clamped + report.clamped,
             merged.far + report.far,
             max(merged.longest, report.longest),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dsa.kernels.checksums import add_word
 from dsa.kernels.compiled import compiled
-from dsa.kernels.layout import Floats, Words
+from dsa.kernels.layout import Words
 from dsa.kernels.prefetching import AHEAD, LINE_WORDS, prefetch_word
 from dsa.schema import TORN, Rows
 
@@ -17,8 +17,8 @@ __all__ = [
     "first_non_finite_row",
     "gather_checked",
     "gather_words",
+    "group_rows",
     "inspect_rows",
-    "merge_duplicates",
     "scatter_checked",
     "scatter_words",
     "sort_stable",
@@ -73,31 +73,26 @@ def sort_stable(rows: Rows, highest: int) -> NDArray[np.int64]:
 
 
 @compiled
-def merge_duplicates(rows: Rows, order: Rows, grad: Floats, unique: Rows, merged: Floats) -> int:
-    """Copy gradients in sorted order and add up those of equal rows, in the order of their occurrence.
+def group_rows(rows: Rows, order: Rows, unique: Rows, starts: Rows) -> int:
+    """Tell the distinct rows of a batch, and where those that are equal begin in its sorted order.
 
     Args:
         rows: ``(B,)`` rows as given.
         order: ``(B,)`` permutation that sorts them.
-        grad: ``(B, D)`` float32.
         unique: ``(B,)`` output, the distinct rows.
-        merged: ``(B, D)`` output, their gradients.
+        starts: ``(B + 1,)`` output, where each of them begins in `order`, and where the last one ends.
 
     Returns:
         How many distinct rows there are; the outputs are filled up to there.
     """
     count = 0
     for p in range(order.shape[0]):
-        source = order[p]
-        row = rows[source]
-        if count > 0 and unique[count - 1] == row:
-            for j in range(grad.shape[1]):
-                merged[count - 1, j] += grad[source, j]
-        else:
+        row = rows[order[p]]
+        if count == 0 or unique[count - 1] != row:
             unique[count] = row
-            for j in range(grad.shape[1]):
-                merged[count, j] = grad[source, j]
+            starts[count] = p
             count += 1
+    starts[count] = order.shape[0]
     return count
 
 

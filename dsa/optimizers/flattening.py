@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dsa.errors import GradientError
-from dsa.kernels.layout import Floats
+from dsa.kernels.visiting import Gradients
 from dsa.optimizers.tensors import to_array
 from dsa.schema import Rows
 from dsa.state.coalesce import as_gradient, as_rows, coalesce
@@ -17,11 +17,11 @@ from dsa.state.table import Table
 __all__ = ["gradient_rows", "moments_by_rows"]
 
 
-def gradient_rows(grad: torch.Tensor, table: Table) -> tuple[Rows, Floats]:
+def gradient_rows(grad: torch.Tensor, table: Table) -> tuple[Rows, Gradients]:
     """Return what a sparse gradient says of a table's rows, as `dsa.state.coalesce.coalesce` leaves it.
 
     Raises:
-        GradientError: it is about single elements, or holds a number that is not finite.
+        GradientError: it is about single elements.
         RowIndexError: an index is outside the table.
     """
     if grad.sparse_dim() != 1:
@@ -32,10 +32,10 @@ def gradient_rows(grad: torch.Tensor, table: Table) -> tuple[Rows, Floats]:
         )
     if grad._nnz() == 0:
         # numpy would pin the storage of the gradient, which torch has to enlarge in the next backward.
-        return np.empty(0, np.int64), np.empty((0, table.dim), np.float32)
+        return coalesce(np.empty(0, np.int64), np.empty((0, table.dim), np.float32))
     rows = as_rows(to_array(grad._indices()[0]), len(table), table.name)
     values = to_array(grad._values()).reshape(len(rows), -1)
-    return coalesce(rows, as_gradient(values, rows, table.dim, table.name), table.name)
+    return coalesce(rows, as_gradient(values, rows, table.dim, table.name))
 
 
 def moments_by_rows(foreign: object, parameters: Sequence[torch.Tensor]) -> object:

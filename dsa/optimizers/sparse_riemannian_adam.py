@@ -401,4 +401,4 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         table = named_table(self._state.tables, name)
         rows = as_rows(to_array(indices), len(table), name)
         gradient = as_gradient(to_array(grad), rows, table.dim, name)
-        return Batch(table, *coalesce(rows, gradient, name), options)
+        return Batch(table, *coalesce(rows, gradient), options)

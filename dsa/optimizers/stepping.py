@@ -10,15 +10,16 @@ from typing import NamedTuple, final
 from dsa.kernels.layout import Floats
 from dsa.kernels.report import StepReport
 from dsa.kernels.threads import thread_limit
+from dsa.kernels.visiting import Gradients
 from dsa.optimizers.prefetch import Prefetcher
 from dsa.optimizers.statistics import Counters, statistics
-from dsa.optimizers.update import compute_update
+from dsa.optimizers.update import explain, update_in_place, update_records
 from dsa.optimizers.watch import ClampWatch
 from dsa.rules.conventions import AdamOptions
-from dsa.schema import Rows
+from dsa.schema import Records, Rows
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table, stamp_of
-from dsa.state.transactions import Effect
+from dsa.state.transactions import Effect, Images
 
 __all__ = ["Batch", "Stepping"]
 
@@ -28,16 +29,16 @@ class Batch(NamedTuple):
 
     Args:
         table: The table.
-        rows: ``(B,)`` int64, strictly increasing, inside the table.
-        grad: ``(B, D)`` float32, finite.
+        rows: ``(U,)`` int64, strictly increasing, inside the table.
+        gradients: Of these rows.
         options: The options of this step.
-        weights: ``(B, D)`` float32, updated in place, of a table whose weights are in memory.
+        weights: ``(U, D)`` float32, updated in place, of a table whose weights are in memory.
         effects: What puts them back.
     """
 
     table: Table
     rows: Rows
-    grad: Floats
+    gradients: Gradients
     options: AdamOptions
     weights: Floats | None = None
     effects: Sequence[Effect] = ()
@@ -63,7 +64,7 @@ class Stepping:
             yield state
 
     def take(self, state: StateDirectory, batches: Sequence[Batch]) -> None:
-        """Take one step of all tables named, or none: everything is computed before anything is stored.
+        """Take one step of all tables named, or none.
 
         Args:
             state: Ready, see `ready`.
@@ -71,12 +72,13 @@ class Stepping:
 
         Raises:
             CorruptRowError: a stored row is implausible; nothing has changed.
-            GradientError: an update overflows; nothing has changed.
+            GradientError: a gradient is not finite, or an update overflows; nothing has changed.
             DiskSpaceError: there is no room; nothing has changed.
         """
         try:
             reports = _transact(state, batches)
         except BaseException as error:
+            state.undo()
             # Whoever keeps the error must not keep the journal's memory mapped, which those frames refer to.
             traceback.clear_frames(error.__traceback__)
             raise
@@ -96,12 +98,24 @@ class Stepping:
 
 
 def _transact(state: StateDirectory, batches: Sequence[Batch]) -> list[StepReport]:
-    progress = state.progress().after_step([state.index(batch.table) for batch in batches])
-    memory = state.prepare(progress, [(batch.table, batch.rows) for batch in batches])
+    tables = [batch.table for batch in batches]
+    progress = state.progress().after_step([state.index(table) for table in tables])
+    parts = [(batch.table, batch.rows) for batch in batches]
     stamp = stamp_of(progress.global_step)
-    reports = [
-        compute_update(batch.table, batch.rows, batch.grad, batch.options, records, stamp, batch.weights)
-        for batch, records in zip(batches, memory, strict=True)
-    ]
+    prepare = state.prepare_in_place if state.can_be_in_place(tables) else state.prepare
+    memory: Sequence[Images | Records] = prepare(progress, parts)
+    reports = []
+    for batch, room in zip(batches, memory, strict=True):
+        reports.append(_update(batch, room, stamp))
+        if reports[-1].bad >= 0:
+            state.undo()
+            raise explain(batch.table, batch.rows, batch.gradients, reports[-1].bad)
     state.commit([effect for batch in batches for effect in batch.effects])
     return reports
+
+
+def _update(batch: Batch, memory: Images | Records, stamp: int) -> StepReport:
+    table, rows, gradients, options, weights, _ = batch
+    if isinstance(memory, Images):
+        return update_in_place(table, rows, gradients, options, memory, stamp, weights)
+    return update_records(table, rows, gradients, options, memory, stamp, weights)

@@ -1,76 +1,185 @@
-"""One step of one table, up to the point where it would be stored."""
+"""One step of one table: in place, or up to the point where it would be stored."""
 
 from __future__ import annotations
 
+from typing import Any, Final
+
+import numpy as np
+
+from dsa.backends.base import InPlace
 from dsa.errors import CorruptRowError, GradientError
-from dsa.kernels.adam import adam_step
+from dsa.kernels.adam import adam_pass, row_wise_adam_pass
 from dsa.kernels.checks import describe_fault
-from dsa.kernels.layout import Floats
-from dsa.kernels.poincare import riemannian_adam_step
+from dsa.kernels.constants import step_constants
+from dsa.kernels.layout import Floats, Words, as_words, word_layout
+from dsa.kernels.poincare import ball_constants, ball_pass, row_wise_ball_pass
 from dsa.kernels.report import StepReport, merge_reports
 from dsa.kernels.threads import run_slices
+from dsa.kernels.visiting import FRESH, UNUSABLE, USABLE, Gradients, Pass, Visit, make_scratch
 from dsa.rules.conventions import AdamOptions
 from dsa.schema import Records, Rows
-from dsa.state.table import Table, corrupt_row, read_records
+from dsa.state.coalesce import merge, require_finite
+from dsa.state.table import Table, corrupt_row, fill_untouched, read_records
+from dsa.state.transactions import Images
 
-__all__ = ["compute_update"]
+__all__ = ["explain", "update_in_place", "update_records"]
+
+_NONE: Final = np.empty(0, np.int64)
+_NO_FACTORS: Final = np.empty(0, np.int32)
 
 
-def compute_update(
+def update_in_place(
     table: Table,
     rows: Rows,
-    grad: Floats,
+    gradients: Gradients,
+    options: AdamOptions,
+    images: Images,
+    stamp: int,
+    weights: Floats | None = None,
+) -> StepReport:
+    """Update the rows of a batch where they are.
+
+    Args:
+        table: The table, whose backend is an `InPlace`.
+        rows: ``(U,)`` int64, strictly increasing, inside the table.
+        gradients: Of these rows.
+        options: The options of this step.
+        images: Where the records are copied before they change.
+        stamp: The stamp of the new records.
+        weights: ``(U, D)`` float32, updated: the weights of records that hold none.
+
+    Returns:
+        The report. When ``report.bad >= 0`` what was changed has to be undone.
+    """
+    backend = table.backend
+    assert isinstance(backend, InPlace), "see `Transactions.can_be_in_place`"
+    update, constants = _pass_of(table, options, stamp)
+    count, dim = len(rows), table.dim
+    unwritten = USABLE
+    if table.initializer is not None:
+        unwritten = FRESH
+    elif weights is None:
+        unwritten = UNUSABLE  # every row was written once
+    visit = Visit(
+        table=images.words,  # another one in each slice
+        weights=np.empty((0, dim), np.float32) if weights is None else weights,
+        layout=word_layout(backend.schema.dtype),
+        places=rows,
+        rows=rows,
+        positions=np.arange(count),
+        images=images.words,
+        given=False,
+        noted=images.noted,
+        fresh=np.empty(count, np.int64),
+        unwritten=unwritten,
+        factors=_NO_FACTORS,
+    )
+
+    def run(records: Words, factors: Words, start: int, stop: int) -> StepReport:
+        scratch = make_scratch(dim)
+        mine = visit._replace(table=records, factors=factors)
+        bad, left_out = update(mine, gradients, constants, scratch, start, stop)
+        if left_out and bad < 0:
+            given = _first_records(table, mine, mine.fresh[start : start + left_out].copy())
+            bad, _ = update(given, gradients, constants, scratch, 0, left_out)
+        return StepReport.of(bad, scratch.told)
+
+    table.rows_read += count
+    return merge_reports(backend.visit(rows, run))
+
+
+def _first_records(table: Table, visit: Visit, positions: Rows) -> Visit:
+    """Return the visit of rows that were never written: what their rule gives stands for their records."""
+    records = np.zeros(len(positions), table.backend.schema.dtype)
+    fill_untouched(table, visit.rows[positions], records)
+    images = np.zeros((len(positions), visit.images.shape[1]), np.int32)
+    words = as_words(records)[0]
+    images[:, : words.shape[1]] = words
+    return visit._replace(positions=positions, images=images, given=True)
+
+
+def update_records(
+    table: Table,
+    rows: Rows,
+    gradients: Gradients,
     options: AdamOptions,
     records: Records,
     stamp: int,
     weights: Floats | None = None,
 ) -> StepReport:
-    """Compute the records that one step makes of a coalesced batch. Nothing is stored.
+    """Compute the records that one step makes of a batch. Nothing is stored.
 
     Rows are read and updated in slices, on as many threads as `dsa.kernels.threads.thread_limit` allows.
-    Going through a slice in blocks that fit the second cache was measured to gain nothing.
 
     Args:
         table: The table.
-        rows: ``(B,)`` int64, strictly increasing, inside the table.
-        grad: ``(B, D)`` float32, finite.
+        rows: ``(U,)`` int64, strictly increasing, inside the table.
+        gradients: Of these rows.
         options: The options of this step.
-        records: ``(B,)`` records, the memory for the result.
+        records: ``(U,)`` records, the memory for the result.
         stamp: The stamp of the new records.
-        weights: ``(B, D)`` float32, updated in place: the weights of records that hold none.
+        weights: ``(U, D)`` float32, updated: the weights of records that hold none.
 
-    Raises:
-        CorruptRowError: a stored row of the batch holds implausible values.
-        GradientError: an update overflows float32.
+    Returns:
+        The report. When ``report.bad >= 0`` the records must be thrown away.
     """
+    update, constants = _pass_of(table, options, stamp)
+    words, dim, places = as_words(records)[0], table.dim, np.arange(len(rows))
+    visit = Visit(
+        table=words,
+        weights=np.empty((0, dim), np.float32) if weights is None else weights,
+        layout=word_layout(records.dtype),
+        places=places,
+        rows=rows,
+        positions=places,
+        images=words,  # another one in each slice
+        given=False,
+        noted=_NONE,
+        fresh=_NONE,
+        unwritten=USABLE,
+        factors=_NO_FACTORS,
+    )
 
-    def run(start: int, stop: int) -> tuple[int, StepReport]:
-        part = slice(start, stop)
-        read_records(table, rows[part], records[part])
-        held = None if weights is None else weights[part]
-        return start, _step(table, records[part], grad[part], options, stamp, held)
+    def run(start: int, stop: int) -> StepReport:
+        read_records(table, rows[start:stop], records[start:stop])
+        scratch = make_scratch(dim)
+        mine = visit._replace(images=np.empty((1, words.shape[1]), np.int32))
+        bad, _ = update(mine, gradients, constants, scratch, start, stop)
+        return StepReport.of(bad, scratch.told)
 
-    report = merge_reports(run_slices(run, len(rows)))
-    if report.bad >= 0:
-        raise _explain(table, rows, grad, report.bad)
-    return report
+    return merge_reports(run_slices(run, len(rows)))
 
 
-def _step(
-    table: Table, records: Records, grad: Floats, options: AdamOptions, stamp: int, weights: Floats | None
-) -> StepReport:
+def _pass_of(table: Table, options: AdamOptions, stamp: int) -> tuple[Pass, Any]:
+    row_wise = options.second_moment == "row"
     if table.k == 0.0:
-        return adam_step(records, grad, options, stamp=stamp, step=table.steps + 1, weights=weights)
-    return riemannian_adam_step(records, grad, options, k=table.k, stamp=stamp, step=table.steps + 1)
+        update = row_wise_adam_pass if row_wise else adam_pass
+        return update, step_constants(options, stamp, table.steps + 1)
+    update = row_wise_ball_pass if row_wise else ball_pass
+    return update, ball_constants(options, table.k, stamp, table.steps + 1)
 
 
-def _explain(table: Table, rows: Rows, grad: Floats, position: int) -> CorruptRowError | GradientError:
-    stored = read_records(table, rows[position : position + 1])
+def explain(table: Table, rows: Rows, gradients: Gradients, bad: int) -> CorruptRowError | GradientError:
+    """Return the error that tells why a row could not be updated. Nothing may have changed.
+
+    Args:
+        table: The table.
+        rows: ``(U,)``, those of the batch.
+        gradients: Of these rows.
+        bad: Which of them.
+    """
+    try:
+        require_finite(gradients, rows, table.name)
+    except GradientError as error:
+        return error
+    row = rows[bad : bad + 1]
+    stored = read_records(table, row)
     if describe_fault(stored, 0):
-        return corrupt_row(table, rows[position : position + 1], stored, 0)
-    largest, moment = float(abs(grad[position]).max()), float(abs(stored["m"]).max())
+        return corrupt_row(table, row, stored, 0)
+    grad = merge(gradients)[bad]
+    largest, moment = float(abs(grad).max()), float(abs(stored["m"]).max())
     return GradientError(
-        f"the update of row {int(rows[position])} of table {table.name!r} overflows float32 (the largest "
+        f"the update of row {int(rows[bad])} of table {table.name!r} overflows float32 (the largest "
         f"element of its gradient is {largest:.3g}, of its stored first moment {moment:.3g}): nothing was "
         "changed; clip the gradient, scale the loss down or lower the learning rate"
     )

@@ -1,7 +1,8 @@
-"""The one door through which rows and gradients enter: types, range, shape, finiteness, duplicates, order.
+"""The one door through which rows and gradients enter: types, range, shape, duplicates, order.
 
 What has passed here is trusted further down: rows are int64, inside the table, strictly increasing; gradients
-are finite float32, one row each, duplicates summed.
+are float32, and it is told which belong to each row. Whether they are finite is seen by the update, which
+looks at every element anyway; `require_finite` says which was not.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from numpy.typing import NDArray
 
 from dsa.errors import GradientError, RowIndexError, RowTypeError
 from dsa.kernels.layout import Floats
-from dsa.kernels.rows import first_non_finite_row, inspect_rows, merge_duplicates, sort_stable
+from dsa.kernels.rows import first_non_finite_row, group_rows, inspect_rows, sort_stable
+from dsa.kernels.visiting import Gradients, sum_gradients
 from dsa.schema import Rows
 
-__all__ = ["as_gradient", "as_rows", "coalesce"]
+__all__ = ["as_gradient", "as_rows", "coalesce", "merge", "require_finite"]
 
 
 def as_rows(indices: NDArray[Any], rows: int, table: str) -> Rows:
@@ -72,11 +74,11 @@ def as_gradient(grad: NDArray[Any], rows: Rows, dim: int, table: str) -> Floats:
         table: The table's name, for messages.
 
     Returns:
-        ``(B, D)`` float32, C-contiguous, finite.
+        ``(B, D)`` float32, C-contiguous; infinite where float32 can't represent an element.
 
     Raises:
         RowTypeError: the dtype is not a floating one.
-        GradientError: the shape is another, or an element is not finite in float32.
+        GradientError: the shape is another.
     """
     if grad.dtype.kind != "f":
         raise RowTypeError(
@@ -89,50 +91,72 @@ def as_gradient(grad: NDArray[Any], rows: Rows, dim: int, table: str) -> Floats:
             f"with {dim} elements a row need {(len(rows), dim)}: pass one gradient row for each index"
         )
     with np.errstate(over="ignore"):
-        checked = np.ascontiguousarray(grad, dtype=np.float32)
-    position = first_non_finite_row(checked.view(np.int32))
-    if position >= 0:
-        raise GradientError(
-            f"the gradient for table {table!r} holds a value that float32 can't represent in row {position} "
-            f"of the batch, which is row {int(rows[position])} of the table: nothing was changed; skip the "
-            "batch, clip the gradient or lower the learning rate"
-        )
-    return checked
+        return np.ascontiguousarray(grad, dtype=np.float32)
 
 
-def coalesce(rows: Rows, grad: Floats, table: str) -> tuple[Rows, Floats]:
-    """Sort a checked batch and sum the gradients of duplicates.
-
-    Sums are float32 in the order of occurrence, so that the same batch gives the same bits.
+def coalesce(rows: Rows, grad: Floats) -> tuple[Rows, Gradients]:
+    """Sort a checked batch and tell which gradients belong to each row; none is copied or summed.
 
     Args:
         rows: ``(B,)`` as `as_rows` returns them.
         grad: ``(B, D)`` as `as_gradient` returns it.
-        table: The table's name, for messages.
 
     Returns:
-        The distinct rows, strictly increasing, and their gradients; the inputs themselves if nothing had to
-        be done.
-
-    Raises:
-        GradientError: a sum overflows float32.
+        The distinct rows, strictly increasing, and their gradients.
 
     Example:
-        >>> coalesce(np.array([3, 1, 3]), np.array([[1], [5], [2]], dtype=np.float32), "entity")
+        >>> rows, gradients = coalesce(np.array([3, 1, 3]), np.array([[1], [5], [2]], dtype=np.float32))
+        >>> rows, merge(gradients)
         (array([1, 3]), array([[5.], [3.]], dtype=float32))
     """
+    each = np.arange(len(rows) + 1)
     if len(rows) == 0:
-        return rows, grad
+        return rows, Gradients(grad, each[:-1], each)
     _, highest, increasing = inspect_rows(rows)
     if increasing:
-        return rows, grad
-    unique, merged = np.empty_like(rows), np.empty_like(grad)
-    count = merge_duplicates(rows, sort_stable(rows, highest), grad, unique, merged)
-    unique, merged = unique[:count], merged[:count]
-    position = first_non_finite_row(merged.view(np.int32)) if count < len(rows) else -1
+        return rows, Gradients(grad, each[:-1], each)
+    order, unique = sort_stable(rows, highest), np.empty_like(rows)
+    count = group_rows(rows, order, unique, each)
+    return unique[:count], Gradients(grad, order, each[: count + 1])
+
+
+def merge(gradients: Gradients) -> Floats:
+    """Return the sum of the gradients of each distinct row, as an update takes it.
+
+    Sums are float32 in the order of occurrence, so that the same batch gives the same bits.
+
+    Returns:
+        ``(U, D)`` float32.
+    """
+    merged = np.empty((len(gradients.starts) - 1, gradients.values.shape[1]), np.float32)
+    sum_gradients(gradients, merged)
+    return merged
+
+
+def require_finite(gradients: Gradients, rows: Rows, table: str) -> None:
+    """Refuse gradients that are not finite, or whose sums are not: what an update of theirs finds out first.
+
+    Args:
+        gradients: The gradients.
+        rows: ``(U,)`` int64, the distinct rows.
+        table: The table's name, for messages.
+
+    Raises:
+        GradientError: an element, or a sum, is not finite in float32.
+    """
+    values, order, starts = gradients
+    position = first_non_finite_row(values.view(np.int32))
+    if position >= 0:
+        place = int(np.flatnonzero(order == position)[0])
+        row = int(rows[np.searchsorted(starts, place, side="right") - 1])
+        raise GradientError(
+            f"the gradient for table {table!r} holds a value that float32 can't represent in row {position} "
+            f"of the batch, which is row {row} of the table: nothing was changed; skip the batch, clip the "
+            "gradient or lower the learning rate"
+        )
+    position = first_non_finite_row(merge(gradients).view(np.int32))
     if position >= 0:
         raise GradientError(
-            f"the summed gradient of row {int(unique[position])} of table {table!r} overflows float32: "
-            "nothing was changed; scale the loss down"
+            f"the summed gradient of row {int(rows[position])} of table {table!r} overflows float32: nothing "
+            "was changed; scale the loss down"
         )
-    return unique, merged

@@ -1,19 +1,26 @@
-"""The redo journal: what makes a step happen as a whole, whenever the process dies.
+"""The journal: what makes a step happen as a whole, whenever the process dies.
 
-Before a step touches a table, the new records of all its rows are in the journal, followed by a commit
-record. On the next open, committed entries are applied again (they hold values, not differences, so applying
-one twice does no harm) and an uncommitted one is ignored.
+An entry holds one of two things, and says which.
 
-The records are computed where they lie: `begin` hands out views of the journal's mapped memory, the kernel
-updates them there, and the tables are written from there. The journal then costs one pass over hot memory for
-the checksum.
+*After-images*: before a step touches a table, the new records of all its rows are in the journal, followed by
+a commit record. On the next open, committed entries are applied again (they hold values, not differences, so
+applying one twice does no harm) and an uncommitted one is ignored. The records are computed where they lie:
+`begin` hands out views of the journal's mapped memory, the kernel updates them there, and the tables are
+written from there.
+
+*Before-images*: the step changes the tables where they are, and has noted what each record was before. A slot
+of the header page, which names the entry as applied, closes it. On the next open, an entry that was begun and
+not closed is undone, and a closed one is of no interest. An image is noted by its row: all rows are -1 when
+the entry begins, and become the row's number when its image is whole, before the record changes
+(`dsa.kernels.visiting`). That order of stores is all that the death of a process leaves to rely on, and
+enough. It says nothing after a loss of power, so that a durable journal has no such entries.
 
 The file is a ring of entries behind a header page. An entry::
 
     begin     magic, sequence number, length, sizes of note and parts, kind of records, the note (bytes of
               the caller's), checksum of these
     parts     per part: table, record size, count; then its rows (int64) and its records
-    commit    magic, sequence number, checksum of rows and records
+    commit    of after-images: magic, sequence number, checksum of rows and records
 
 Entries stay until they are released, and the last one always stays, for its note. The header page holds two
 slots, written in turn, that name the oldest entry kept, the last one known to be committed, and the last one
@@ -53,7 +60,9 @@ from dsa.state.journal_format import (
     Part,
     Slot,
     decode_entry,
+    decode_open_entry,
     encode_entry,
+    encode_open_entry,
     find_entries,
     is_of_life,
     layout_of,
@@ -73,6 +82,7 @@ class _Draft(NamedTuple):
     sequence: int
     note: bytes
     parts: list[Part]
+    in_place: bool
 
 
 @final
@@ -179,20 +189,69 @@ class Journal:
             DiskSpaceError: the journal has to grow and the disk is full.
         """
         layout = layout_of(len(note), [(len(rows), dtype.itemsize) for _, rows, dtype in parts])
-        start = self._find_room(layout.length)
+        start = self._make_room(layout.length)
         if start is None:
-            if self._slot.head_sequence < self._slot.last and not self._may_grow(layout.length):
-                return None
-            start = self._tail
-            self._grow(start + layout.length)
+            return None
         base = BODY + start
         placed: list[Part] = []
         for (index, rows, dtype), (rows_at, records_at) in zip(parts, layout.parts, strict=True):
             stored = view(self._mapping, base + rows_at, np.int64, len(rows))
             stored[:] = rows
             placed.append(Part(index, stored, view(self._mapping, base + records_at, dtype, len(rows))))
-        self._draft = _Draft(start, layout.length, self._slot.last + 1, note, placed)
+        self._draft = _Draft(start, layout.length, self._slot.last + 1, note, placed, in_place=False)
         return [part.records for part in placed]
+
+    def begin_in_place(self, note: bytes, parts: Sequence[tuple[int, int, int]]) -> list[Part] | None:
+        """Start an entry of before-images: from here on the death of the process undoes what is noted.
+
+        It is closed by `commit`, or ended by `undone`.
+
+        Args:
+            note: Bytes stored with the entry.
+            parts: Per part the table's position, how many rows may change, and the words of an image.
+
+        Returns:
+            The memory of each part: rows, all -1, and ``(B, W)`` words. None when there is no room until
+            older entries are released.
+
+        Raises:
+            DiskSpaceError: the journal has to grow and the disk is full.
+        """
+        sizes = [(table, rows, 4 * words) for table, rows, words in parts]
+        layout = layout_of(len(note), [(rows, size) for _, rows, size in sizes])
+        start = self._make_room(layout.length)
+        if start is None:
+            return None
+        base, sequence = BODY + start, self._slot.last + 1
+        self._forget_head(start)  # an entry of this number that was undone: its rows are of other images
+        placed = []
+        for (table, rows, words), (rows_at, images_at) in zip(parts, layout.parts, strict=True):
+            noted = view(self._mapping, base + rows_at, np.int64, rows)
+            noted[:] = -1
+            images = view(self._mapping, base + images_at, np.int32, rows * words).reshape(rows, words)
+            placed.append(Part(table, noted, images))
+        self._draft = _Draft(start, layout.length, sequence, note, placed, in_place=True)
+        encode_open_entry(self._mapping, base, sequence, note, sizes)
+        return placed
+
+    def undone(self) -> None:
+        """End an entry of before-images: the tables hold again what they held before."""
+        if self._draft is not None and self._draft.in_place:
+            self._forget_head(self._draft.start)
+            self._put_slot(self._slot._replace(undone=self._slot.undone + 1))
+        self._draft = None
+
+    def _forget_head(self, start: int) -> None:
+        self._mapping[BODY + start : BODY + start + 8] = bytes(8)
+
+    def _make_room(self, length: int) -> int | None:
+        start = self._find_room(length)
+        if start is None:
+            if self._slot.head_sequence < self._slot.last and not self._may_grow(length):
+                return None
+            start = self._tail
+            self._grow(start + length)
+        return start
 
     def commit(self) -> None:
         """Make the entry begun last count: from here on the death of the process can't undo it.
@@ -203,7 +262,13 @@ class Journal:
         draft = self._draft
         if draft is None:
             return
-        if self._slot.last < draft.sequence:
+        if self._slot.last < draft.sequence and draft.in_place:
+            # This closes the entry. The tables hold it already, and with it whatever came before.
+            number = draft.sequence
+            self._put_slot(
+                self._slot._replace(head_sequence=number, head=draft.start, last=number, applied=number)
+            )
+        elif self._slot.last < draft.sequence:
             self._write(draft)
             head = draft.start if self._slot.head_sequence == draft.sequence else self._slot.head
             self._put_slot(self._slot._replace(head=head, last=draft.sequence))
@@ -259,6 +324,14 @@ class Journal:
         if sequence > self._slot.head_sequence:
             self._last_start, self._tail = last_start, place
             self._slot = self._slot._replace(last=sequence - 1)
+
+    def open_entry(self) -> Entry | None:
+        """Return the before-images of a step that was not completed, if there is one, after `entries`."""
+        for start in (self._tail, 0):
+            entry = decode_open_entry(self._mapping, BODY + start, self._slot.last + 1)
+            if entry is not None:
+                return entry
+        return None
 
     def close(self, remove: bool) -> None:
         """Release the file, and delete it when it is no longer needed."""

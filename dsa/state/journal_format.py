@@ -21,15 +21,20 @@ __all__ = [
     "MAGIC",
     "SLOTS_AT",
     "Entry",
+    "Head",
     "Layout",
     "Part",
+    "Place",
     "Slot",
     "decode_entry",
+    "decode_open_entry",
     "encode_entry",
+    "encode_open_entry",
     "entry_length",
     "find_entries",
     "is_of_life",
     "layout_of",
+    "read_head",
     "read_header",
     "read_slot",
     "round_up",
@@ -37,7 +42,7 @@ __all__ = [
     "write_slot",
 ]
 
-MAGIC: Final = b"dsa-journal-2\n"
+MAGIC: Final = b"dsa-journal-3\n"
 IDENTITY_AT: Final = 64
 SLOTS_AT: Final = (512, 1024)
 BODY: Final = system.PAGE
@@ -46,8 +51,9 @@ BODY: Final = system.PAGE
 _BEGIN: Final = struct.Struct("<8sQQIIII")
 _PART: Final = struct.Struct("<IIQ")
 _COMMIT: Final = struct.Struct("<8sQQI")
-_SLOT: Final = struct.Struct("<QQQQQI")
-_AFTER_IMAGES: Final = 0  # the only kind of records so far: what the rows are after the step
+_SLOT: Final = struct.Struct("<QQQQQQI")
+_AFTER_IMAGES: Final = 0  # what the rows are after the step
+_BEFORE_IMAGES: Final = 1  # what they were before it
 _BEGIN_MAGIC: Final = b"dsabegin"
 _COMMIT_MAGIC: Final = b"dsacommt"
 _ALIGN: Final = 64
@@ -61,8 +67,9 @@ class Part(NamedTuple):
 
     Args:
         table: The table's position in the state.
-        rows: ``(B,)`` int64, strictly increasing.
-        records: ``(B,)`` records, or on reading ``(B, size)`` bytes: the schema is the table's to know.
+        rows: ``(B,)`` int64, strictly increasing; of before-images, -1 where there is none yet.
+        records: ``(B,)`` records, or on reading ``(B, size)`` bytes: the schema is the table's to know. Of
+            before-images, ``(B, W)`` words.
     """
 
     table: int
@@ -71,12 +78,55 @@ class Part(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One committed entry as recovery reads it, and the bytes of memory it ends before."""
+    """One entry as recovery reads it.
+
+    Args:
+        sequence: Its number.
+        note: The caller's bytes.
+        parts: Its rows and records.
+        end: The bytes of memory that it ends before.
+        in_place: Whether its records are before-images.
+    """
 
     sequence: int
     note: bytes
     parts: list[Part]
     end: int
+    in_place: bool = False
+
+
+class Place(NamedTuple):
+    """Where a part of an entry lies, relative to the entry's start.
+
+    Args:
+        table: The table's position in the state.
+        rows: How many rows there are.
+        record_bytes: Bytes of a record, or of an image.
+        rows_at: Where the rows begin.
+        records_at: Where the records begin.
+    """
+
+    table: int
+    rows: int
+    record_bytes: int
+    rows_at: int
+    records_at: int
+
+
+class Head(NamedTuple):
+    """What an entry says of itself before its rows.
+
+    Args:
+        note: The caller's bytes.
+        places: Where its parts lie.
+        length: Its bytes.
+        in_place: Whether its records are before-images.
+    """
+
+    note: bytes
+    places: list[Place]
+    length: int
+    in_place: bool
 
 
 class Layout(NamedTuple):
@@ -96,6 +146,7 @@ class Slot(NamedTuple):
         head: Where it starts in the ring.
         last: The last entry known to be committed.
         applied: The last entry that the tables are known to hold; its records are not needed any more.
+        undone: Counts the entries of before-images that were undone: what was read of one means nothing.
     """
 
     number: int
@@ -103,6 +154,7 @@ class Slot(NamedTuple):
     head: int
     last: int
     applied: int
+    undone: int = 0
 
 
 def round_up(size: int) -> int:
@@ -134,13 +186,40 @@ def layout_of(note_bytes: int, parts: Sequence[tuple[int, int]]) -> Layout:
 
 def encode_entry(memory: mmap.mmap, base: int, sequence: int, note: bytes, parts: Sequence[Part]) -> None:
     """Complete an entry whose rows and records are in place; its commit record is written last."""
-    layout = layout_of(len(note), [(len(part.rows), part.records.dtype.itemsize) for part in parts])
-    head = b"".join(_PART.pack(part.table, part.records.dtype.itemsize, len(part.rows)) for part in parts)
-    begin = (_BEGIN_MAGIC, sequence, layout.length, len(note), len(parts), _AFTER_IMAGES)
+    sizes = [(part.table, len(part.rows), part.records.dtype.itemsize) for part in parts]
+    end = base + _write_head(memory, base, sequence, note, sizes, _AFTER_IMAGES) - _ALIGN
+    memory[end : end + _COMMIT.size] = _commit_record(sequence, parts)
+
+
+def encode_open_entry(
+    memory: mmap.mmap, base: int, sequence: int, note: bytes, sizes: Sequence[tuple[int, int, int]]
+) -> None:
+    """Begin an entry of before-images, none of which is noted; see `decode_open_entry`.
+
+    Args:
+        memory: The journal.
+        base: Where the entry begins.
+        sequence: Its number.
+        note: Its note.
+        sizes: Per part the table's position, the rows, and the bytes of an image.
+    """
+    _write_head(memory, base, sequence, note, sizes, _BEFORE_IMAGES)
+
+
+def _write_head(
+    memory: mmap.mmap,
+    base: int,
+    sequence: int,
+    note: bytes,
+    sizes: Sequence[tuple[int, int, int]],
+    kind: int,
+) -> int:
+    layout = layout_of(len(note), [(rows, size) for _, rows, size in sizes])
+    head = b"".join(_PART.pack(table, size, rows) for table, rows, size in sizes)
+    begin = (_BEGIN_MAGIC, sequence, layout.length, len(note), len(sizes), kind)
     checksum = zlib.crc32(_BEGIN.pack(*begin, 0) + head + note)
     memory[base : base + layout.note + len(note)] = _BEGIN.pack(*begin, checksum) + head + note
-    end = base + layout.length - _ALIGN
-    memory[end : end + _COMMIT.size] = _commit_record(sequence, parts)
+    return layout.length
 
 
 def entry_length(head: bytes, sequence: int) -> int:
@@ -163,31 +242,84 @@ def decode_entry(memory: _Memory, base: int, sequence: int, *, applied: bool = F
         memory: The journal, or a part of it.
         base: Where the entry would begin.
         sequence: Its number.
-        applied: The tables hold its records: should these be damaged, the entry is returned without them.
+        applied: The tables hold its records: should these be damaged, or be before-images, the entry is
+            returned without them.
+    """
+    entry = _read_head(memory, base, sequence)
+    if entry is None:
+        return None
+    end = entry.end - _ALIGN
+    if not entry.in_place and memory[end : end + _COMMIT.size] == _commit_record(sequence, entry.parts):
+        return entry
+    return entry._replace(parts=[]) if applied else None
+
+
+def decode_open_entry(memory: _Memory, base: int, sequence: int) -> Entry | None:
+    """Return the before-images that are noted of an entry that was begun, or None when there is none.
+
+    Any bytes are safe to read. What it says may be relied on while the system runs that wrote it; of a row
+    that is noted, the image is whole. Whether the entry was closed is told by the header page.
+
+    Args:
+        memory: The journal, or a part of it.
+        base: Where the entry would begin.
+        sequence: Its number.
+    """
+    entry = _read_head(memory, base, sequence)
+    if entry is None or not entry.in_place:
+        return None
+    noted = [np.flatnonzero(part.rows >= 0) for part in entry.parts]
+    return entry._replace(
+        parts=[
+            Part(part.table, part.rows[which], part.records[which])
+            for part, which in zip(entry.parts, noted, strict=True)
+        ]
+    )
+
+
+def _read_head(memory: _Memory, base: int, sequence: int) -> Entry | None:
+    """Return an entry by its head, with whatever its parts hold."""
+    head = read_head(memory, base, sequence)
+    if head is None or head.length > len(memory) - base:
+        return None
+    parts = [
+        Part(
+            place.table,
+            view(memory, base + place.rows_at, np.int64, place.rows),
+            _raw(memory, base + place.records_at, place.rows, place.record_bytes),
+        )
+        for place in head.places
+    ]
+    return Entry(sequence, head.note, parts, base + head.length, head.in_place)
+
+
+def read_head(memory: _Memory, base: int, sequence: int) -> Head | None:
+    """Return what the head of the entry of a number says, or None when none begins at a place.
+
+    Any bytes are safe to read.
+
+    Args:
+        memory: The journal, or a part of it that holds the head.
+        base: Where the entry would begin.
+        sequence: Its number.
     """
     if base + _BEGIN.size > len(memory):
         return None
     magic, number, length, note_bytes, count, kind, checksum = _BEGIN.unpack_from(memory, base)
     head_bytes = _BEGIN.size + _PART.size * count + note_bytes
-    if magic != _BEGIN_MAGIC or number != sequence or not head_bytes <= length <= len(memory) - base:
+    if magic != _BEGIN_MAGIC or number != sequence or not head_bytes <= len(memory) - base:
         return None
     begin = memory[base : base + head_bytes]
     if zlib.crc32(begin[: _BEGIN.size - 4] + _NO_CHECKSUM + begin[_BEGIN.size :]) != checksum:
         return None
     described = list(_PART.iter_unpack(begin[_BEGIN.size : head_bytes - note_bytes]))
     layout = layout_of(note_bytes, [(rows, size) for _, size, rows in described])
-    if layout.length != length or kind != _AFTER_IMAGES:
+    if layout.length != length or kind not in (_AFTER_IMAGES, _BEFORE_IMAGES):
         return None
-    parts = [
-        Part(table, view(memory, base + at, np.int64, rows), _raw(memory, base + records_at, rows, size))
-        for (table, size, rows), (at, records_at) in zip(described, layout.parts, strict=True)
+    places = [
+        Place(table, rows, size, *at) for (table, size, rows), at in zip(described, layout.parts, strict=True)
     ]
-    note = bytes(begin[head_bytes - note_bytes :])
-    end = base + length - _ALIGN
-    whole = memory[end : end + _COMMIT.size] == _commit_record(sequence, parts)
-    if not whole and not applied:
-        return None
-    return Entry(sequence, note, parts if whole else [], base + length)
+    return Head(bytes(begin[head_bytes - note_bytes :]), places, length, kind == _BEFORE_IMAGES)
 
 
 def find_entries(memory: bytearray, slot: Slot | None) -> dict[int, Entry]:

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dsa.backends import system
-from dsa.backends.base import StateBackend
+from dsa.backends.base import InPlace, StateBackend
 from dsa.errors import StateCorruptError, StateError, StateWarning, notify
 from dsa.rules.init import from_json
 from dsa.rules.manifolds import curvature_from_json
@@ -287,6 +287,9 @@ def replay(path: Path, stored: Metadata, tables: Sequence[Table], *, by_stamp: b
     try:
         for entry in journal.entries():
             _take(stored, tables, entry, "all")
+        unfinished = journal.open_entry()
+        if unfinished is not None:
+            _undo(tables, unfinished)
     finally:
         journal.close(remove=False)
     return ""
@@ -306,7 +309,7 @@ def require_fitting(entry: Entry, tables: Sequence[StateBackend]) -> None:
     """Raise `StateCorruptError` when a journal entry is about other tables than a state's."""
     for index, rows, raw in entry.parts:
         table = tables[index] if index < len(tables) else None
-        if table is None or raw.shape[1] != table.schema.dtype.itemsize:
+        if table is None or raw.shape[1] != _stored_bytes(entry, table):
             raise StateCorruptError(
                 f"entry {entry.sequence} of the journal does not fit the state's tables: restore the "
                 "directory from a copy"
@@ -316,6 +319,13 @@ def require_fitting(entry: Entry, tables: Sequence[StateBackend]) -> None:
                 f"entry {entry.sequence} of the journal names rows outside table {index}: restore the "
                 "directory from a copy"
             )
+
+
+def _stored_bytes(entry: Entry, table: StateBackend) -> int:
+    """Return the bytes that an entry holds of each record; 0 where it can't be about the table."""
+    if not entry.in_place:
+        return table.schema.dtype.itemsize
+    return 4 * table.image_words if isinstance(table, InPlace) else 0
 
 
 def _apply(tables: Sequence[Table], entry: Entry, which: Which) -> None:
@@ -330,6 +340,16 @@ def _apply(tables: Sequence[Table], entry: Entry, which: Which) -> None:
             rows, records = np.ascontiguousarray(rows[wanted]), np.ascontiguousarray(records[wanted])
         backend.reserve(rows)
         backend.write(rows, records)
+
+
+def _undo(tables: Sequence[Table], entry: Entry) -> None:
+    """Put back what a step that was not completed has changed in place; doing so again changes nothing."""
+    backends = [table.backend for table in tables]
+    require_fitting(entry, backends)
+    for index, rows, raw in entry.parts:
+        backend = backends[index]
+        assert isinstance(backend, InPlace), "see `require_fitting`"
+        backend.restore(rows, np.ascontiguousarray(raw).view(np.int32))
 
 
 def _salvage(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:

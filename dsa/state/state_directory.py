@@ -27,7 +27,7 @@ from dsa.state.progress import Progress
 from dsa.state.storage import Storage
 from dsa.state.table import Table, describe_table
 from dsa.state.table_files import file_of, remove_table_file
-from dsa.state.transactions import Effect, Observer, Transactions
+from dsa.state.transactions import Effect, Images, Observer, Transactions
 
 __all__ = ["StateDirectory", "describe_files"]
 
@@ -147,6 +147,18 @@ class StateDirectory:
     def prepare(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Records]:
         """Start a transaction and return the memory of its records, see `Transactions.prepare`."""
         return self._transactions.prepare(progress, batches)
+
+    def can_be_in_place(self, tables: Sequence[Table]) -> bool:
+        """Tell whether tables may be changed in place, see `Transactions.can_be_in_place`."""
+        return self._transactions.can_be_in_place(tables)
+
+    def prepare_in_place(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Images]:
+        """Start a transaction that changes records where they are, see `Transactions.prepare_in_place`."""
+        return self._transactions.prepare_in_place(progress, batches)
+
+    def undo(self) -> None:
+        """Put back what a transaction that was not committed has changed, see `Transactions.undo`."""
+        self._transactions.undo()
 
     def commit(self, effects: Sequence[Effect] = ()) -> None:
         """Make the transaction prepared last happen, see `Transactions.commit`."""

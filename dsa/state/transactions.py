@@ -9,22 +9,30 @@ Nothing is stored but through a transaction, which has four moments, each of whi
 
 With a journal, a sealed transaction survives the death of the process at any instant, and another leaves no
 trace; see `dsa.state.journal`.
+
+Where records are mapped memory, and the policy asks for no more than surviving the process, a transaction
+may change them *in place*: `prepare_in_place` hands out memory for images of the records as they were, and
+sealing it says that these are not needed any more. Until then `undo` puts them back, as recovery does.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol, TypeVar, final
 
 import numpy as np
 
+from dsa.backends.base import InPlace
+from dsa.kernels.layout import Words
 from dsa.schema import Records, Rows
 from dsa.state.journal import Journal
 from dsa.state.progress import Progress, progress_of
 from dsa.state.table import Table
 
-__all__ = ["Effect", "Observer", "Transactions"]
+__all__ = ["Effect", "Images", "Observer", "Transactions"]
+
+T = TypeVar("T")
 
 Effect = Callable[[], None]
 """What a transaction changes beside rows of tables, such as weights in memory. May be called again."""
@@ -51,9 +59,29 @@ class Observer(Protocol):
         ...
 
 
+class Images(NamedTuple):
+    """Memory for the records of a table as they were before a step changed them in place.
+
+    Args:
+        noted: ``(B,)`` int64, all -1: becomes the row once its image is whole, before the record changes.
+        words: ``(B, W)`` words, the images.
+    """
+
+    noted: Rows
+    words: Words
+
+
+class _Part(NamedTuple):
+    """Rows of a table: the records that they will hold, or images of those that they held."""
+
+    table: Table
+    rows: Rows
+    memory: Records | Images
+
+
 class _Transaction(NamedTuple):
     progress: Progress
-    parts: list[tuple[Table, Rows, Records]]
+    parts: list[_Part]
     effects: Sequence[Effect] = ()
 
 
@@ -83,11 +111,12 @@ class Transactions:
         self._refused = refused
         self._draft: _Transaction | None = None
         self._pending: _Transaction | None = None
+        self._spare = np.empty(0, np.int32)
 
     @property
     def is_settled(self) -> bool:
-        """Whether no transaction waits to be completed."""
-        return self._pending is None
+        """Whether no transaction waits to be completed or undone."""
+        return self._pending is None and not self._is_begun_in_place()
 
     def progress(self) -> Progress:
         """Return the counts that the state stands at."""
@@ -109,10 +138,61 @@ class Transactions:
         if self.journal is None:
             buffers = [np.empty(len(rows), table.backend.schema.dtype) for table, rows in batches]
         else:
-            buffers = self._prepare_entry(self.journal, progress, batches)
-        parts = [(table, rows, records) for (table, rows), records in zip(batches, buffers, strict=True)]
+            buffers = self._prepare_entry(progress, batches)
+        parts = [_Part(*batch, records) for batch, records in zip(batches, buffers, strict=True)]
         self._draft = _Transaction(progress, parts)
         return buffers
+
+    def can_be_in_place(self, tables: Sequence[Table]) -> bool:
+        """Tell whether `prepare_in_place` may be called for tables."""
+        if self.journal is not None and self.journal.durable:
+            return False
+        return all(isinstance(table.backend, InPlace) for table in tables)
+
+    def prepare_in_place(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Images]:
+        """Start a transaction that changes records where they are, until `commit` or `undo`.
+
+        Args:
+            progress: What the state will stand at.
+            batches: The rows of each table that will change; the memory for their images is returned for
+                each. Nothing may change before its image is whole and noted.
+
+        Raises:
+            DiskSpaceError: the rows' place on disk can't be had, or the journal has to grow and the disk is
+                full. Nothing has changed.
+        """
+        self.settle()
+        batches = [(table, rows.copy()) for table, rows in batches]
+        for table, rows in batches:
+            table.backend.reserve(rows)
+        self._tell_observers(batches)
+        sizes = [(_mapped(table).image_words, len(rows)) for table, rows in batches]
+        images = self._spare_images(sizes) if self.journal is None else None
+        if images is None:
+            note = progress.to_bytes()
+            parts = [
+                (self.tables.index(table), rows, words)
+                for (table, _), (words, rows) in zip(batches, sizes, strict=True)
+            ]
+            entry = self._with_room(lambda journal: journal.begin_in_place(note, parts))
+            images = [Images(part.rows, part.records) for part in entry]
+        self._draft = _Transaction(
+            progress, [_Part(*batch, each) for batch, each in zip(batches, images, strict=True)]
+        )
+        return images
+
+    def undo(self) -> None:
+        """Put back what a transaction that was not committed has changed in place, and forget it."""
+        if self._pending is not None:
+            return
+        if self._draft is not None:
+            for table, _, memory in self._draft.parts:
+                if isinstance(memory, Images):
+                    noted = np.flatnonzero(memory.noted >= 0)
+                    _mapped(table).restore(memory.noted[noted], memory.words[noted])
+            if self.journal is not None:
+                self.journal.undone()
+        self._draft = None
 
     def commit(self, effects: Sequence[Effect] = ()) -> None:
         """Make the transaction prepared last happen: seal, apply and release it.
@@ -127,17 +207,24 @@ class Transactions:
         """
         draft = self._draft
         assert draft is not None, "prepare comes first"
-        for table, rows, _ in draft.parts:
-            table.backend.reserve(rows)
-        self._pending, self._draft = draft._replace(effects=effects), None
+        if not self._is_begun_in_place():
+            for table, rows, _ in draft.parts:
+                table.backend.reserve(rows)
+        # From here on it is completed, whatever interrupts it.
+        self._pending = draft._replace(effects=effects)
         self.settle()
 
     def settle(self) -> None:
-        """Complete a transaction whose commit was interrupted by an error or a signal, if there is one."""
+        """Complete a transaction whose commit was interrupted by an error or a signal, if there is one.
+
+        One that was begun in place and not committed is undone.
+        """
         if self._pending is not None:
             self.seal()
             self.apply()
             self.release()
+        elif self._is_begun_in_place():
+            self.undo()
 
     def seal(self) -> None:
         """Complete the journal's entry: from here on the transaction has happened, whatever dies."""
@@ -150,10 +237,10 @@ class Transactions:
         pending = self._pending
         if pending is None:
             return
-        for table, rows, records in pending.parts:
-            for observer in tuple(self.observers):
-                observer.before_write(table, rows)
-            table.backend.write(rows, records)
+        for table, rows, memory in pending.parts:
+            if not isinstance(memory, Images):
+                self._tell_observers([(table, rows)])
+                table.backend.write(rows, memory)
         for effect in pending.effects:
             effect()
         for table, rows, _ in pending.parts:
@@ -162,6 +249,7 @@ class Transactions:
         self.global_step = pending.progress.global_step
         for table, steps in zip(self.tables, pending.progress.steps, strict=True):
             table.steps = steps
+        self._draft = None
         self._pending = None
 
     def release(self) -> None:
@@ -196,25 +284,48 @@ class Transactions:
         self._draft, self._pending = None, _Transaction(self.progress(), [], effects)
 
     def forget(self) -> None:
-        """Drop a transaction that was begun, and one that waits to be completed."""
+        """Undo a transaction that was begun, and drop one that waits to be completed."""
+        self.undo()
         self._draft = self._pending = None
 
-    def _prepare_entry(
-        self, journal: Journal, progress: Progress, batches: Sequence[tuple[Table, Rows]]
-    ) -> list[Records]:
+    def _prepare_entry(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Records]:
         note = progress.to_bytes()
         parts = [(self.tables.index(table), rows, table.backend.schema.dtype) for table, rows in batches]
-        buffers = journal.begin(note, parts)
-        if buffers is None:
+        return self._with_room(lambda journal: journal.begin(note, parts))
+
+    def _with_room(self, begin: Callable[[Journal], list[T] | None]) -> list[T]:
+        journal = self.journal
+        assert journal is not None, "without a journal nothing is begun there"
+        begun = begin(journal)
+        if begun is None:
             # The older entries may go once the tables hold what they say, as durably as the policy has it.
             self.drain()
             with self._refusals():
                 if journal.durable:
                     self._flush()
                 journal.release()
-            buffers = journal.begin(note, parts)
-        assert buffers is not None, "a journal that keeps one entry grows instead of refusing"
-        return buffers
+            begun = begin(journal)
+        assert begun is not None, "a journal that keeps one entry grows instead of refusing"
+        return begun
+
+    def _spare_images(self, sizes: Sequence[tuple[int, int]]) -> list[Images]:
+        """Return memory for the images of so many rows of so many words, which is used again and again."""
+        total = sum(words * rows for words, rows in sizes)
+        if total > len(self._spare):
+            self._spare = np.empty(total + total // 2, np.int32)
+        ends = np.cumsum([words * rows for words, rows in sizes])[:-1]
+        return [
+            Images(np.full(rows, -1, np.int64), part.reshape(rows, words))
+            for (words, rows), part in zip(sizes, np.split(self._spare[:total], ends), strict=True)
+        ]
+
+    def _tell_observers(self, batches: Sequence[tuple[Table, Rows]]) -> None:
+        for table, rows in batches:
+            for observer in tuple(self.observers):
+                observer.before_write(table, rows)
+
+    def _is_begun_in_place(self) -> bool:
+        return self._draft is not None and any(isinstance(part.memory, Images) for part in self._draft.parts)
 
     def _queued(self) -> bool:
         return any(table.writer is not None and table.writer.queued for table in self.tables)
@@ -232,3 +343,9 @@ class Transactions:
             if tell is not None:
                 tell(error)
             raise
+
+
+def _mapped(table: Table) -> InPlace:
+    backend = table.backend
+    assert isinstance(backend, InPlace), "see `Transactions.can_be_in_place`"
+    return backend

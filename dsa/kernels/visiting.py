@@ -1,0 +1,280 @@
+"""One visit to each record of a batch: what every update does before and after its own arithmetic.
+
+A pass goes through the distinct rows of a batch in increasing order. It copies each record as it is, the
+*before-image*, computes from the copy, and writes the new record where the old one was: random memory is
+visited once. The same pass serves tables that can't be changed in place: it then updates records that were
+read into memory of their own, and one image is used again and again.
+
+What a killed process leaves behind is told by the order of the stores, which `dsa.kernels.fence` keeps: an
+image is whole before its row is noted, and the row is noted before its record changes. Copying back the
+images of the rows that are noted therefore undoes a pass that has come anywhere.
+
+Nothing here makes arrays, so that it is compiled without counts of references: they took as long as the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.kernels.checks import LAST_COUNT, all_finite, any_sign
+from dsa.kernels.checksums import add_word
+from dsa.kernels.compiled import compiled
+from dsa.kernels.fence import fence
+from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
+from dsa.kernels.prefetching import AHEAD, LINE_WORDS, prefetch_word
+from dsa.kernels.report import StepReport
+from dsa.schema import Records, Rows
+
+__all__ = [
+    "FRESH",
+    "UNUSABLE",
+    "USABLE",
+    "Gradients",
+    "Pass",
+    "Scratch",
+    "Visit",
+    "make_scratch",
+    "pass_of",
+    "sum_gradients",
+    "visit_records",
+]
+
+USABLE: Final = 0
+FRESH: Final = 1
+UNUSABLE: Final = 2
+
+_ZERO: Final = np.int32(0)  # typed, or the loop is widened to 64 bits, eight times slower
+
+
+class Gradients(NamedTuple):
+    """The gradients of a batch as they were given, and which of them belong to each distinct row.
+
+    Args:
+        values: ``(B, D)`` float32, C-contiguous.
+        order: ``(B,)`` int64, positions in `values`: those of the first distinct row, of the second, and so
+            on; those of one row in the order of their occurrence.
+        starts: ``(U + 1,)`` int64, where those of each distinct row begin in `order`, and where the last end.
+    """
+
+    values: Floats
+    order: Rows
+    starts: Rows
+
+
+class Visit(NamedTuple):
+    """How a pass goes through the distinct rows of a batch.
+
+    Args:
+        table: ``(N, ...)`` words: records, each followed by its checksum where there is one. Written.
+        weights: ``(U, D)`` float32, the weights of records that have none. Written.
+        layout: Where the fields are in a record.
+        places: ``(U,)`` int64, where in the table each distinct row is.
+        rows: ``(U,)`` int64, the distinct rows.
+        positions: ``(Q,)`` int64, which of the distinct rows are visited, in order.
+        images: ``(U, W)`` words, the before-images, each with its checksum; ``(1, W)`` where they are not
+            kept; ``(Q, W)`` where they are `given`. Written unless given.
+        given: Whether the images hold what is to be computed from, and nothing is read.
+        noted: ``(U,)`` int64, becomes the row when its image is whole; ``(0,)`` where nobody has to know.
+        fresh: ``(U,)`` int64, output: the distinct rows that a pass has left out, from where it began.
+        unwritten: What becomes of a record that was never written: `USABLE`, `UNUSABLE` where every row was
+            written once, or `FRESH`, to be left out and updated later from what its rule gives.
+        factors: Of the checksum, see `dsa.kernels.checksums`; ``(0,)`` where there is none.
+    """
+
+    table: Words
+    weights: Floats
+    layout: WordLayout
+    places: Rows
+    rows: Rows
+    positions: Rows
+    images: Words
+    given: bool
+    noted: Rows
+    fresh: Rows
+    unwritten: int
+    factors: Words
+
+
+class Scratch(NamedTuple):
+    """Memory of one pass.
+
+    Args:
+        gradient: ``(D,)`` float32: the gradient of the row visited.
+        vectors: ``(4, D)`` float64, for the arithmetic of a row.
+        told: ``(3,)`` float64: what a rule tells of the rows it has updated, see `StepReport`.
+    """
+
+    gradient: Floats
+    vectors: NDArray[np.float64]
+    told: NDArray[np.float64]
+
+
+Pass = Callable[[Visit, Gradients, Any, Scratch, int, int], tuple[int, int]]
+"""Updates the rows visited from one number to another. Returns the first distinct row that must not be
+stored, or -1, and how many rows were left out as never written."""
+
+RowUpdate = Callable[[Visit, Any, Scratch, int, int], None]
+"""The arithmetic of one row: `(visit, constants, scratch, p, slot)`. Reads the record `visit.images[slot]`
+and the gradient `scratch.gradient`, writes the floating-point fields of `visit.table[visit.places[p]]`."""
+
+
+def make_scratch(dim: int) -> Scratch:
+    """Return memory for passes over rows of `dim` elements, for one thread."""
+    return Scratch(np.empty(dim, np.float32), np.empty((4, dim)), np.zeros(3))
+
+
+def pass_of(update: RowUpdate) -> Pass:
+    """Return the compiled pass of the update of a row; its constants have a `stamp`."""
+
+    @compiled(_nrt=False)
+    def run(
+        visit: Visit,
+        gradients: Gradients,
+        constants: Any,  # noqa: ANN401 - those of the rule
+        scratch: Scratch,
+        start: int,
+        stop: int,
+    ) -> tuple[int, int]:
+        left_out = 0
+        for q in range(start, stop):
+            p = visit.positions[q]
+            slot = q if visit.given else (p if visit.images.shape[0] > 1 else 0)
+            state = USABLE if visit.given else _meet(visit, q, p, slot)
+            if state == FRESH:
+                visit.fresh[start + left_out] = p
+                left_out += 1
+                continue
+            if state == UNUSABLE:
+                return p, left_out
+            _sum_gradients(gradients, p, scratch.gradient)
+            update(visit, constants, scratch, p, slot)
+            if not _finish(visit, p, slot, constants.stamp):
+                return p, left_out
+        return -1, left_out
+
+    return run
+
+
+@compiled(_nrt=False)
+def _meet(visit: Visit, q: int, p: int, slot: int) -> int:
+    """Take the image of a record, note its row, and judge it."""
+    _ask_ahead(visit, q)
+    record, image = visit.table[visit.places[p]], visit.images[slot]
+    for j in range(image.shape[0]):
+        image[j] = record[j]
+    if visit.noted.shape[0]:
+        fence()
+        visit.noted[p] = visit.rows[p]
+        fence()
+    return _judge(image, visit.layout, visit.factors, visit.unwritten)
+
+
+@compiled(_nrt=False)
+def _ask_ahead(visit: Visit, q: int) -> None:
+    # Records at random rows are latency: asking eight ahead makes a pass 1.6 times faster.
+    if q + AHEAD < visit.positions.shape[0]:
+        place = visit.places[visit.positions[q + AHEAD]]
+        for column in range(0, visit.images.shape[1], LINE_WORDS):
+            prefetch_word(visit.table, place, column)  # type: ignore[call-arg]  # numba passes the first one
+
+
+@compiled(_nrt=False)
+def _judge(image: Words, layout: WordLayout, factors: Words, unwritten: int) -> int:
+    """Tell whether an update may use a record.
+
+    It may not when the record does not match its checksum, or has a negative second moment, counter or stamp.
+    A number that is not finite needs no question: it stays so through every update, and the result is
+    checked.
+    """
+    width = layout.s + 1
+    if factors.shape[0]:
+        total = _ZERO
+        for j in range(width):
+            total = add_word(total, image[j], factors[j])
+        if total != image[width]:
+            return UNUSABLE
+    if any_sign(image[layout.v : width]):
+        return UNUSABLE
+    return unwritten if image[layout.s] == _ZERO else USABLE
+
+
+@compiled(_nrt=False)
+def _sum_gradients(gradients: Gradients, p: int, total: Floats) -> None:
+    """Sum the gradients of a distinct row, in the order of their occurrence."""
+    start, stop = gradients.starts[p], gradients.starts[p + 1]
+    first = gradients.values[gradients.order[start]]
+    for j in range(total.shape[0]):
+        total[j] = first[j]
+    for n in range(start + 1, stop):
+        following = gradients.values[gradients.order[n]]
+        for j in range(total.shape[0]):
+            total[j] += following[j]
+
+
+@compiled(_nrt=False)
+def _finish(visit: Visit, p: int, slot: int, stamp: int) -> bool:
+    """Complete a new record by counter, stamp and checksum; return whether its numbers are finite."""
+    layout, factors = visit.layout, visit.factors
+    record = visit.table[visit.places[p]]
+    count = visit.images[slot, layout.t]
+    record[layout.t] = count + 1 if count < LAST_COUNT else count
+    record[layout.s] = stamp
+    if factors.shape[0]:
+        total = _ZERO
+        for j in range(layout.s + 1):
+            total = add_word(total, record[j], factors[j])
+        record[layout.s + 1] = total
+    finite = all_finite(record[layout.first : layout.t])  # from 0 on, or the loop is not vectorised
+    return finite and (layout.w >= 0 or all_finite(visit.weights[p].view(np.int32)))
+
+
+@compiled
+def sum_gradients(gradients: Gradients, sums: Floats) -> None:
+    """Sum the gradients of each distinct row into ``(U, D)``, as a pass does."""
+    for p in range(sums.shape[0]):
+        _sum_gradients(gradients, p, sums[p])
+
+
+def visit_records(
+    update: Pass,
+    records: Records,
+    grad: Floats,
+    constants: Any,  # noqa: ANN401 - those of the rule
+    weights: Floats | None = None,
+) -> StepReport:
+    """Update records in memory of their own.
+
+    Args:
+        update: The pass.
+        records: ``(B,)``, C-contiguous, written in place.
+        grad: ``(B, D)`` float32, C-contiguous.
+        constants: What the pass needs.
+        weights: ``(B, D)`` float32, written in place: the weights of records that have none.
+
+    Returns:
+        The report; when ``report.bad >= 0`` the contents of `records` must be thrown away.
+    """
+    count, each = len(records), np.arange(len(records) + 1)
+    words, layout = as_words(records)[0], word_layout(records.dtype)
+    none = np.empty(0, np.int64)
+    visit = Visit(
+        table=words,
+        weights=np.empty((0, layout.dim), np.float32) if weights is None else weights,
+        layout=layout,
+        places=each[:-1],
+        rows=each[:-1],
+        positions=each[:-1],
+        images=np.empty((1, words.shape[1]), np.int32),
+        given=False,
+        noted=none,
+        fresh=none,
+        unwritten=USABLE,
+        factors=np.empty(0, np.int32),
+    )
+    scratch = make_scratch(layout.dim)
+    bad, _ = update(visit, Gradients(grad, each[:-1], each), constants, scratch, 0, count)
+    return StepReport.of(bad, scratch.told)
