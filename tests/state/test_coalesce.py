@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsa.errors import DSAError, GradientError, RowIndexError, RowTypeError
 from dsa.optimizers.tensors import to_array
-from dsa.state.coalesce import as_gradient, as_rows, coalesce
+from dsa.state.coalesce import as_gradient, as_rows, coalesce, merge, require_finite
 
 LARGEST = 2**63 - 1
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -31,7 +31,9 @@ def admitted(indices, grad, rows=LARGEST):
     """What a step does with a batch before it reads anything."""
     checked = as_rows(to_array(indices), rows, "entity")
     gradient = to_array(grad)
-    return coalesce(checked, as_gradient(gradient, checked, gradient.shape[1], "entity"), "entity")
+    distinct, gradients = coalesce(checked, as_gradient(gradient, checked, gradient.shape[1], "entity"))
+    require_finite(gradients, distinct, "entity")
+    return distinct, merge(gradients)
 
 
 def assert_same(actual, expected):
@@ -241,7 +243,8 @@ def test_gradients_that_are_none(grad, error, what):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(error, match=what):
-            as_gradient(grad, np.arange(2), 3, "entity")
+            rows, gradients = coalesce(np.arange(2), as_gradient(grad, np.arange(2), 3, "entity"))
+            require_finite(gradients, rows, "entity")
     assert issubclass(error, DSAError)
 
 

@@ -71,7 +71,7 @@ def read(path):
     journal = Journal.open(path, IDENTITY, durable=False)
     try:
         return [
-            Kept(sequence, note, list(map(plain, parts))) for sequence, note, parts, _ in journal.entries()
+            Kept(sequence, note, list(map(plain, parts))) for sequence, note, parts, *_ in journal.entries()
         ]
     finally:
         journal.close(remove=False)
@@ -639,7 +639,7 @@ def test_any_bytes_are_safe_to_read(data):
         raw = bytearray(path.read_bytes())
         numbers = st.integers(0, 2**64 - 1) | st.integers(0, 2_000)
         for at in data.draw(st.lists(st.sampled_from(SLOTS), unique=True)):
-            write_slot(raw, at, Slot(*[data.draw(numbers) for _ in range(5)]))
+            write_slot(raw, at, Slot(*[data.draw(numbers) for _ in range(6)]))
         for _ in range(data.draw(st.integers(0, 4))):
             at = data.draw(st.integers(0, len(raw) - 9))
             raw[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
