@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from dsa.backends.base import InPlace
 from dsa.errors import CorruptRowError, GradientError
 from dsa.kernels.adam import adam_pass, row_wise_adam_pass
 from dsa.kernels.checks import describe_fault
@@ -51,8 +50,7 @@ def update_in_place(
     Returns:
         The report. When ``report.bad >= 0`` what was changed has to be undone.
     """
-    backend = table.backend
-    assert isinstance(backend, InPlace), "see `Transactions.can_be_in_place`"
+    assert table.mapped is not None, "see `Transactions.can_be_in_place`"
     update, constants = _pass_of(table, options, stamp)
     count, dim = len(rows), table.dim
     unwritten = USABLE
@@ -63,7 +61,7 @@ def update_in_place(
     visit = Visit(
         table=images.words,  # another one in each slice
         weights=np.empty((0, dim), np.float32) if weights is None else weights,
-        layout=word_layout(backend.schema.dtype),
+        layout=word_layout(table.backend.schema.dtype),
         places=rows,
         rows=rows,
         positions=np.arange(count),
@@ -85,7 +83,7 @@ def update_in_place(
         return StepReport.of(bad, scratch.told)
 
     table.rows_read += count
-    return merge_reports(backend.visit(rows, run))
+    return merge_reports(table.mapped.visit(rows, run))
 
 
 def _first_records(table: Table, visit: Visit, positions: Rows) -> Visit:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.backends.base import StateBackend
+from dsa.backends.base import InPlace, StateBackend
 from dsa.backends.writer import WriteBehind
 from dsa.errors import CorruptRowError
 from dsa.kernels.checks import describe_fault, first_implausible
@@ -81,6 +81,7 @@ class Table:
         held: The weights, where they are in memory and not in the records.
         awaited: The fingerprint of the weights in memory that go with the moments, until it is seen that they
             do: an empty string when it is not known, None when nothing is to be seen to.
+        mapped: The backend, when a step may change its records where they are.
     """
 
     name: str
@@ -96,6 +97,10 @@ class Table:
     generation: int = 0
     held: HeldWeights | None = None
     awaited: str | None = None
+    mapped: InPlace | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mapped = _mapped(self.backend)
 
     def __len__(self) -> int:
         return len(self.backend)
@@ -109,13 +114,17 @@ class Table:
         """Become another table, but for the name and the weights in memory; counts of use are added up."""
         for name in ("backend", "initializer", "second_moment", "init_max_norm_fraction", "k", "steps"):
             setattr(self, name, getattr(other, name))
-        self.writer, self.generation = other.writer, other.generation
+        self.writer, self.generation, self.mapped = other.writer, other.generation, other.mapped
         self.rows_written += other.rows_written
 
     @property
     def space(self) -> Manifold:
         """The manifold of curvature -k."""
         return manifold_of(self.k)
+
+
+def _mapped(backend: StateBackend) -> InPlace | None:
+    return backend if isinstance(backend, InPlace) else None
 
 
 def read_records(table: Table, rows: Rows, out: Records | None = None) -> Records:

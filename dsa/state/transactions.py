@@ -147,7 +147,7 @@ class Transactions:
         """Tell whether `prepare_in_place` may be called for tables."""
         if self.journal is not None and self.journal.durable:
             return False
-        return all(isinstance(table.backend, InPlace) for table in tables)
+        return all(table.mapped is not None for table in tables)
 
     def prepare_in_place(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Images]:
         """Start a transaction that changes records where they are, until `commit` or `undo`.
@@ -346,6 +346,5 @@ class Transactions:
 
 
 def _mapped(table: Table) -> InPlace:
-    backend = table.backend
-    assert isinstance(backend, InPlace), "see `Transactions.can_be_in_place`"
-    return backend
+    assert table.mapped is not None, "see `Transactions.can_be_in_place`"
+    return table.mapped
