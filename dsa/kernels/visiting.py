@@ -37,6 +37,7 @@ __all__ = [
     "Pass",
     "Scratch",
     "Visit",
+    "copy_weights",
     "make_scratch",
     "pass_of",
     "sum_gradients",
@@ -230,6 +231,53 @@ def _finish(visit: Visit, p: int, slot: int, stamp: int) -> bool:
         record[layout.s + 1] = total
     finite = all_finite(record[layout.first : layout.t])  # from 0 on, or the loop is not vectorised
     return finite and (layout.w >= 0 or all_finite(visit.weights[p].view(np.int32)))
+
+
+@compiled(_nrt=False)
+def copy_weights(
+    table: Words,
+    rows: Rows,
+    layout: WordLayout,
+    factors: Words,
+    unwritten: int,
+    weights: Words,
+    fresh: Rows,
+    start: int,
+    stop: int,
+) -> tuple[int, int]:
+    """Copy the weights of rows, each record being judged where it is.
+
+    Args:
+        table: See `Visit`, likewise the others that are there.
+        rows: ``(U,)`` int64, the places.
+        layout: Where the fields are.
+        factors: Of the checksum.
+        unwritten: What becomes of a record that was never written.
+        weights: ``(U, D)`` words of float32, output.
+        fresh: ``(U,)`` int64, output: positions that are left out, from `start` on.
+        start: The first position.
+        stop: Where to end.
+
+    Returns:
+        The first position whose record can't be used, or -1, and how many were left out.
+    """
+    left_out = 0
+    for p in range(start, stop):
+        if p + AHEAD < stop:
+            for column in range(0, layout.s + 2, LINE_WORDS):
+                prefetch_word(table, rows[p + AHEAD], column)  # type: ignore[call-arg]
+        record = table[rows[p]]
+        state = _judge(record, layout, factors, unwritten)
+        if state == FRESH:
+            fresh[start + left_out] = p
+            left_out += 1
+            continue
+        if state == UNUSABLE or not all_finite(record[layout.first : layout.t]):
+            return p, left_out
+        source, target = record[layout.w : layout.w + layout.dim], weights[p]
+        for j in range(source.shape[0]):
+            target[j] = source[j]
+    return -1, left_out
 
 
 @compiled

@@ -14,11 +14,11 @@ from dsa.kernels.layout import Floats, Words, as_words, word_layout
 from dsa.kernels.poincare import ball_constants, ball_pass, row_wise_ball_pass
 from dsa.kernels.report import StepReport, merge_reports
 from dsa.kernels.threads import run_slices
-from dsa.kernels.visiting import FRESH, UNUSABLE, USABLE, Gradients, Pass, Visit, make_scratch
+from dsa.kernels.visiting import USABLE, Gradients, Pass, Visit, make_scratch
 from dsa.rules.conventions import AdamOptions
 from dsa.schema import Records, Rows
 from dsa.state.coalesce import merge, require_finite
-from dsa.state.table import Table, corrupt_row, fill_untouched, read_records
+from dsa.state.table import Table, corrupt_row, first_records, read_records, unwritten_rows
 from dsa.state.transactions import Images
 
 __all__ = ["explain", "update_in_place", "update_records"]
@@ -53,11 +53,6 @@ def update_in_place(
     assert table.mapped is not None, "see `Transactions.can_be_in_place`"
     update, constants = _pass_of(table, options, stamp)
     count, dim = len(rows), table.dim
-    unwritten = USABLE
-    if table.initializer is not None:
-        unwritten = FRESH
-    elif weights is None:
-        unwritten = UNUSABLE  # every row was written once
     visit = Visit(
         table=images.words,  # another one in each slice
         weights=np.empty((0, dim), np.float32) if weights is None else weights,
@@ -69,7 +64,7 @@ def update_in_place(
         given=False,
         noted=images.noted,
         fresh=np.empty(count, np.int64),
-        unwritten=unwritten,
+        unwritten=unwritten_rows(table),
         factors=_NO_FACTORS,
     )
 
@@ -88,10 +83,8 @@ def update_in_place(
 
 def _first_records(table: Table, visit: Visit, positions: Rows) -> Visit:
     """Return the visit of rows that were never written: what their rule gives stands for their records."""
-    records = np.zeros(len(positions), table.backend.schema.dtype)
-    fill_untouched(table, visit.rows[positions], records)
+    words = as_words(first_records(table, visit.rows[positions]))[0]
     images = np.zeros((len(positions), visit.images.shape[1]), np.int32)
-    words = as_words(records)[0]
     images[:, : words.shape[1]] = words
     return visit._replace(positions=positions, images=images, given=True)
 

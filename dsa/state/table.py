@@ -13,7 +13,9 @@ from dsa.backends.base import InPlace, StateBackend
 from dsa.backends.writer import WriteBehind
 from dsa.errors import CorruptRowError
 from dsa.kernels.checks import describe_fault, first_implausible
+from dsa.kernels.layout import Words, word_layout
 from dsa.kernels.threads import run_slices
+from dsa.kernels.visiting import FRESH, UNUSABLE, USABLE, copy_weights
 from dsa.rules.init import Initializer
 from dsa.rules.manifolds import Manifold, manifold_of
 from dsa.schema import TORN, Records, Rows
@@ -28,6 +30,7 @@ __all__ = [
     "corrupt_row",
     "describe_table",
     "fill_untouched",
+    "first_records",
     "implausible_rows",
     "lost_rows",
     "outside_rows",
@@ -35,6 +38,7 @@ __all__ = [
     "read_weights",
     "require_plausible",
     "stamp_of",
+    "unwritten_rows",
 ]
 
 Weights = NDArray[np.float32]
@@ -177,6 +181,38 @@ def read_weights(table: Table, rows: Rows) -> Weights:
         CorruptRowError: a stored row holds implausible values.
     """
     weights = np.empty((len(rows), table.dim), np.float32)
+    if table.mapped is not None:
+        _copy_weights(table, table.mapped, rows, weights)
+    else:
+        _extract_weights(table, rows, weights)
+    if table.k == 0.0:
+        return weights
+    return table.space.project(weights.astype(np.float64))[0].astype(np.float32)
+
+
+def _copy_weights(table: Table, mapped: InPlace, rows: Rows, weights: Weights) -> None:
+    """Fill in the weights of `rows`, straight from where their records are."""
+    layout = word_layout(table.backend.schema.dtype)
+    fresh, unwritten = np.empty(len(rows), np.int64), unwritten_rows(table)
+    table.rows_read += len(rows)
+
+    def copy(records: Words, factors: Words, start: int, stop: int) -> int:
+        bad, left_out = copy_weights(
+            records, rows, layout, factors, unwritten, weights.view(np.int32), fresh, start, stop
+        )
+        if left_out:
+            positions = fresh[start : start + left_out]
+            weights[positions] = first_records(table, rows[positions])["w"]
+        return bad
+
+    bad = [each for each in mapped.visit(rows, copy) if each >= 0]
+    if bad:
+        row = rows[bad[0] : bad[0] + 1]
+        raise corrupt_row(table, row, read_records(table, row), 0)
+
+
+def _extract_weights(table: Table, rows: Rows, weights: Weights) -> None:
+    """Fill in the weights of `rows` from copies of their records."""
 
     def read(start: int, stop: int) -> None:
         records = read_records(table, rows[start:stop])
@@ -186,9 +222,19 @@ def read_weights(table: Table, rows: Rows) -> Weights:
         weights[start:stop] = records["w"]
 
     run_slices(read, len(rows))
-    if table.k == 0.0:
-        return weights
-    return table.space.project(weights.astype(np.float64))[0].astype(np.float32)
+
+
+def first_records(table: Table, rows: Rows) -> Records:
+    """Return the records of rows that were never written: what their rule gives."""
+    return fill_untouched(table, rows, np.zeros(len(rows), table.backend.schema.dtype))
+
+
+def unwritten_rows(table: Table) -> int:
+    """Return what a record that was never written is to a pass, see `dsa.kernels.visiting.Visit`."""
+    if table.initializer is not None:
+        return FRESH
+    # Without a rule every row was written once, unless its weights are elsewhere.
+    return UNUSABLE if "w" in table.backend.schema.names else USABLE
 
 
 def corrupt_row(table: Table, rows: Rows, records: Records, position: int) -> CorruptRowError:
