@@ -25,8 +25,8 @@ from dsa.errors import (
 )
 from dsa.inspection.tail import Kept, Tail, read_entries, read_images, still_counting
 from dsa.schema import Rows
-from dsa.state.journal import salvage_journal
 from dsa.state.journal_format import BODY, Slot, read_header
+from dsa.state.journal_salvage import salvage_journal
 from dsa.state.legacy import find_legacy
 from dsa.state.metadata import METADATA_NAME, Metadata, owned_files, read_metadata
 from dsa.state.progress import Progress

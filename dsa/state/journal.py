@@ -63,17 +63,14 @@ from dsa.state.journal_format import (
     decode_open_entry,
     encode_entry,
     encode_open_entry,
-    find_entries,
-    is_of_life,
     layout_of,
     read_header,
-    read_slot,
     round_up,
     view,
     write_slot,
 )
 
-__all__ = ["Journal", "Salvaged", "salvage_journal"]
+__all__ = ["Journal"]
 
 
 class _Draft(NamedTuple):
@@ -402,55 +399,6 @@ class Journal:
             self._slot = read_header(self._mapping, identity)
         except ValueError as error:
             raise _corrupt(self._path, str(error)) from None
-
-
-class Salvaged(NamedTuple):
-    """What is whole of a journal, whatever has happened to it.
-
-    Args:
-        entries: In order, each with whether all that follow it are there too.
-        fault: What is wrong with it, in words that go on after "the journal"; empty when nothing is.
-    """
-
-    entries: list[tuple[Entry, bool]]
-    fault: str
-
-
-def salvage_journal(path: Path, identity: str) -> Salvaged:
-    """Read what is whole of a journal, entry by entry; the file is not changed.
-
-    Args:
-        path: The file.
-        identity: The life of the state that it should belong to. Another one's entries are not taken.
-    """
-    try:
-        memory = bytearray(path.read_bytes())
-    except FileNotFoundError:
-        return Salvaged([], "is missing")
-    if len(memory) <= BODY:
-        return Salvaged([], f"has {len(memory):,} bytes, which no journal has")
-    if not is_of_life(memory, identity):
-        return Salvaged([], "belongs to another state, or to another life of this one")
-    slots = [slot for slot in (read_slot(memory, at) for at in SLOTS_AT) if slot is not None]
-    slot = max(slots, default=None)
-    found = find_entries(memory, slot)
-    last = max(found, default=0) if slot is None else max(slot.last, *found, 0)
-    first = slot.head_sequence if slot is not None else last
-    while slot is None and first - 1 in found:
-        first -= 1  # those before a gap may be of long ago
-    lost = [number for number in range(first, last + 1) if number not in found]
-    entries = [
-        (found[number], number > max(lost, default=0)) for number in range(first, last + 1) if number in found
-    ]
-    return Salvaged(entries, _fault_of(memory, identity, lost, last))
-
-
-def _fault_of(memory: bytearray, identity: str, lost: Sequence[int], last: int) -> str:
-    try:
-        read_header(memory, identity)
-    except ValueError as error:
-        return str(error)
-    return f"is damaged in entry {lost[0]} of {last}" if lost else ""
 
 
 def _corrupt(path: Path, what: str) -> StateCorruptError:

@@ -29,8 +29,9 @@ from dsa.rules.manifolds import curvature_from_json
 from dsa.schema import Rows
 from dsa.state.creation import make_table, start
 from dsa.state.holding import HeldDirectory, file_numbers
-from dsa.state.journal import Journal, salvage_journal
+from dsa.state.journal import Journal
 from dsa.state.journal_format import Entry
+from dsa.state.journal_salvage import salvage_journal
 from dsa.state.matching import match_names, match_stored_table, warn_of_curvature
 from dsa.state.metadata import METADATA_NAME, Metadata, mark_failed, read_metadata, write_metadata
 from dsa.state.progress import Progress
