@@ -13,6 +13,7 @@ import torch
 
 import dsa
 from dsa import DiskSparseAdam
+from dsa.optimizers.update import update_in_place
 
 ROWS, DIM, STEPS = 60, 4, 120
 
@@ -109,7 +110,7 @@ def test_a_step_that_is_interrupted_while_it_is_stored_counts_everywhere(make, m
     optimizer = make.adam(layer)
     layer(torch.tensor([1])).sum().backward()
     with monkeypatch.context() as patch:
-        patch.setattr("dsa.backends.memmap.MemmapBackend.write", _interrupt)
+        patch.setattr("dsa.state.transactions.Transactions.apply", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     optimizer.flush()
@@ -122,14 +123,27 @@ def _interrupt(*given):
     raise KeyboardInterrupt
 
 
-def test_a_step_that_fails_half_way_is_no_step(make, monkeypatch):
+def _then_interrupt(function, calls):
+    def call(*given):
+        report = function(*given)
+        calls[0] -= 1
+        if not calls[0]:
+            raise KeyboardInterrupt
+        return report
+
+    return call
+
+
+@pytest.mark.parametrize("calls", [[1], [2]], ids=["the first table changed", "both tables changed"])
+def test_a_step_that_fails_half_way_is_no_step(make, monkeypatch, calls):
     """An error before the commit leaves tables, weights in memory and counts as they were."""
+    calls = list(calls)
     disk, plain = make.disk(6, 2, 0.5), torch.nn.Embedding(6, 2, sparse=True)
     optimizer = DiskSparseAdam([disk.weight, plain.weight], lr=0.1)
     (disk(torch.tensor([1])).sum() + plain(torch.tensor([1])).sum()).backward()
     before, stored = plain.weight.detach().clone(), make.records(disk, 6, 2).tobytes()
     with monkeypatch.context() as patch:
-        patch.setattr("dsa.optimizers.stepping.compute_update", _interrupt)
+        patch.setattr("dsa.optimizers.stepping.update_in_place", _then_interrupt(update_in_place, calls))
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert torch.equal(plain.weight, before)

@@ -27,11 +27,13 @@ def summed(rows, grad):
     return np.array(ordered, dtype=np.int64), merged
 
 
-def admitted(indices, grad, rows=LARGEST):
+def admitted(indices, grad, rows=LARGEST, dim=None):
     """What a step does with a batch before it reads anything."""
     checked = as_rows(to_array(indices), rows, "entity")
     gradient = to_array(grad)
-    distinct, gradients = coalesce(checked, as_gradient(gradient, checked, gradient.shape[1], "entity"))
+    distinct, gradients = coalesce(
+        checked, as_gradient(gradient, checked, dim or gradient.shape[1], "entity")
+    )
     require_finite(gradients, distinct, "entity")
     return distinct, merge(gradients)
 
@@ -243,8 +245,7 @@ def test_gradients_that_are_none(grad, error, what):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(error, match=what):
-            rows, gradients = coalesce(np.arange(2), as_gradient(grad, np.arange(2), 3, "entity"))
-            require_finite(gradients, rows, "entity")
+            admitted([0, 1], grad, dim=3)
     assert issubclass(error, DSAError)
 
 
