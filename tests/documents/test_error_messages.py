@@ -71,7 +71,6 @@ DELIBERATE = {
         ("dsa.checkpoint.transport", "{path}"),
     ],
     "for whoever tests or extends the package, in the form that Python or pytest has for it": [
-        ("dsa.optimizers.portable", ""),
         ("dsa.testing", "module {value} has no attribute"),
         ("dsa.testing.records", "{what}: field {name} differs"),
     ],
