@@ -20,7 +20,18 @@ from numpy.typing import NDArray
 
 from dsa.errors import StateCorruptError
 
-__all__ = ["TORN", "Field", "Records", "Rows", "Schema", "adam_schema", "has_stamp"]
+__all__ = [
+    "TORN",
+    "Field",
+    "Records",
+    "Rows",
+    "Schema",
+    "adam_schema",
+    "floating_fields",
+    "has_stamp",
+    "read_numbers",
+    "store_numbers",
+]
 
 Rows = NDArray[np.int64]
 """Row indices: 1-D, strictly increasing unless said otherwise."""
@@ -42,6 +53,7 @@ _STORED = {
     "int32": "<i4",
     "int64": "<i8",
 }
+_BFLOAT16: Final = np.dtype("<u2")  # which nothing else is stored as
 _WORD = 4
 _LARGEST = 1 << 30
 
@@ -225,3 +237,62 @@ def has_stamp(schema: Schema) -> bool:
         (True, False)
     """
     return Field("s", "int32", "row") in schema.fields
+
+
+def floating_fields(dtype: np.dtype[np.void]) -> tuple[str, ...]:
+    """Return the names of the fields that hold floating-point numbers, in storage order.
+
+    Args:
+        dtype: That of a schema.
+
+    Example:
+        >>> floating_fields(adam_schema(2).dtype)
+        ('w', 'm', 'v')
+    """
+    return tuple(
+        name for name in dtype.names or () if dtype[name].base.kind == "f" or _is_bfloat16(dtype[name])
+    )
+
+
+def read_numbers(records: Records, name: str) -> NDArray[Any]:
+    """Return what a field of records holds as numbers: bfloat16 as float32, everything else as it is stored.
+
+    Args:
+        records: ``(B,)`` of a schema's dtype.
+        name: The field's.
+
+    Returns:
+        ``(B, D)`` or ``(B,)``; a view of the records but for bfloat16.
+
+    Example:
+        >>> records = np.zeros(1, Schema(2, (Field("v", "bfloat16", "element"),)).dtype)
+        >>> store_numbers(records, "v", np.array([[1.0, 3.0e-5]]))
+        >>> read_numbers(records, "v").dtype, records["v"].tolist(), read_numbers(records, "v")[0, 0].item()
+        (dtype('float32'), [[16256, 14332]], 1.0)
+    """
+    values = records[name]
+    if not _is_bfloat16(records.dtype[name]):
+        return values
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def store_numbers(records: Records, name: str, values: Any) -> None:  # noqa: ANN401 - what numpy converts
+    """Write numbers into a field of records, rounded to the nearest that the field holds, ties to even.
+
+    Args:
+        records: ``(B,)`` of a schema's dtype, written in place.
+        name: The field's.
+        values: What the field's shape ``(B, D)`` or ``(B,)`` takes.
+    """
+    if not _is_bfloat16(records.dtype[name]):
+        records[name] = values
+        return
+    wide = np.asarray(values, np.float32)
+    bits = wide.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
+    # Rounding could carry the payload of what is not a number into the sign.
+    records[name] = np.where(np.isnan(wide), (bits >> 16) | 0x40, rounded)
+
+
+def _is_bfloat16(dtype: np.dtype[Any]) -> bool:
+    return dtype.base == _BFLOAT16

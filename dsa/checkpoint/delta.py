@@ -178,10 +178,10 @@ def _check_base(content: StateContent, base: Checkpoint) -> None:
                 "export a full checkpoint, or keep the weights on disk (DiskEmbedding)"
             )
         entry = entries.get(table.name)
-        if entry is not None and (entry.k, entry.schema) != (table.k, table.schema):
+        if entry is not None and (entry.facts.k, entry.schema) != (table.k, table.schema):
             raise CheckpointMismatchError(
-                f"table {table.name!r} has curvature {table.k!r} now and {entry.k!r} in {base.url!r}: export "
-                "a full checkpoint after such a change"
+                f"table {table.name!r} has curvature {table.k!r} now and {entry.facts.k!r} in {base.url!r}: "
+                "export a full checkpoint after such a change"
             )
 
 
@@ -207,7 +207,7 @@ def _changed(table: TableContent, since: int, file: BinaryIO) -> TableContent:
             raw = file.read(min(step, count - start) * size)
             yield start, np.frombuffer(raw, schema.dtype)
 
-    return replace(table, rows=count, schema=schema, blocks=blocks)
+    return replace(table, facts=replace(table.facts, rows=count, schema=schema), blocks=blocks)
 
 
 def _find_base(
@@ -250,13 +250,15 @@ def _merged_table(delta: Checkpoint, below: TableContent | None, above: TableCon
     schema = Schema(above.schema.dim, above.schema.fields[1:])
     if below is None:
         # A table that is younger than the base: all its rows are there.
-        return replace(above, schema=schema, blocks=lambda: _unnumbered(delta, above, schema))
+        facts = replace(above.facts, schema=schema)
+        return replace(above, facts=facts, blocks=lambda: _unnumbered(delta, above, schema))
     if (below.schema, below.k) != (schema, above.k):
         raise CheckpointMismatchError(
             f"table {above.name!r} of {delta.url!r} does not fit that of its base: pass the base that it was "
             "exported with"
         )
-    return replace(above, rows=below.rows, schema=schema, blocks=lambda: _laid_over(delta, below, above))
+    facts = replace(above.facts, rows=below.rows, schema=schema)
+    return replace(above, facts=facts, blocks=lambda: _laid_over(delta, below, above))
 
 
 def _unnumbered(delta: Checkpoint, table: TableContent, schema: Schema) -> Iterator[tuple[int, Records]]:

@@ -17,10 +17,12 @@ from typing import Any, Final, Literal, TypeVar, final
 from dsa.backends.shards.layout import ArraySpec
 from dsa.checkpoint.digests import ALGORITHMS, ArrayDigest, root_digest
 from dsa.checkpoint.names import is_group_name, name_from_json, name_to_json
-from dsa.errors import DSAError
-from dsa.rules.init import Initializer, from_json
+from dsa.errors import DSAError, StateMismatchError
+from dsa.rules.init import from_json
+from dsa.rules.known import rule_from_json
+from dsa.rules.updates import rule_to_json
 from dsa.schema import Schema
-from dsa.state.content import TableContent
+from dsa.state.facts import TableFacts
 
 __all__ = [
     "ARRAY_CHECKSUM",
@@ -39,8 +41,8 @@ __all__ = [
 ]
 
 FORMAT: Final = "dsa-checkpoint"
-FORMAT_VERSION: Final = 3
-"""The number of the state directory's format that it goes with; there was no Zarr checkpoint before."""
+FORMAT_VERSION: Final = 5
+"""The number of the state directory's format that it goes with; no release has written an earlier one."""
 
 ROOT: Final = "dsa"
 ARRAY_CHECKSUM: Final = "dsa_checksum"
@@ -51,7 +53,6 @@ LARGEST_ARRAY: Final = 1 << 44
 
 Kind = Literal["full", "delta", "weights"]
 _KINDS: Final = ("full", "delta", "weights")
-_SECOND_MOMENTS: Final = ("coordinate", "frame", "row")
 _LARGEST_COUNT: Final = 2**62
 
 T = TypeVar("T")
@@ -131,62 +132,47 @@ class TableEntry:
     """What a table's attributes say.
 
     Args:
-        name: The user's name.
+        facts: What the table is. The schema is that of the fields that are stored.
         group: The name of its group.
-        rows: N.
-        schema: The fields that are stored.
         stored: The fields of a record of the state that it came from, when those are others.
-        k: Curvature magnitude.
-        steps: Steps in which the table took part.
-        second_moment: The meaning of ``v``.
-        init_max_norm_fraction: See `dsa.state.table.Table`.
-        initializer: The rule for untouched rows, or None.
         touched_rows: Rows that were ever written, or None where the schema doesn't tell.
     """
 
-    name: str
+    facts: TableFacts
     group: str
-    rows: int
-    schema: Schema
     stored: Schema | None = None
-    k: float = 0.0
-    steps: int = 0
-    second_moment: str = "coordinate"
-    init_max_norm_fraction: float = 0.5
-    initializer: Initializer | None = None
     touched_rows: int | None = None
 
-    @classmethod
-    def of(cls, table: TableContent, group: str, touched_rows: int | None) -> TableEntry:
-        """Return the entry of a table that is written to a group."""
-        return cls(
-            table.name,
-            group,
-            table.rows,
-            table.schema,
-            table.stored,
-            table.k,
-            table.steps,
-            table.second_moment,
-            table.init_max_norm_fraction,
-            table.initializer,
-            touched_rows,
-        )
+    @property
+    def name(self) -> str:
+        """The user's name for the table."""
+        return self.facts.name
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.facts.rows
+
+    @property
+    def schema(self) -> Schema:
+        """The fields that are stored."""
+        return self.facts.schema
 
     def to_json(self) -> dict[str, Any]:
         """Return the group's attributes."""
+        facts, first = self.facts, self.facts.initializer
         return {
-            "name": name_to_json(self.name),
-            "kind": "poincare" if self.k else "euclidean",
-            "k": float(self.k),
-            "rows": self.rows,
-            "dim": self.schema.dim,
+            "name": name_to_json(facts.name),
+            "kind": "poincare" if facts.k else "euclidean",
+            "k": float(facts.k),
+            "rows": facts.rows,
+            "dim": facts.schema.dim,
             "touched_rows": self.touched_rows,
-            "steps": self.steps,
-            "second_moment": self.second_moment,
-            "init_max_norm_fraction": float(self.init_max_norm_fraction),
-            "initializer": None if self.initializer is None else self.initializer.to_json(),
-            "schema": self.schema.to_json(),
+            "steps": facts.steps,
+            "rule": rule_to_json(facts.rule),
+            "init_max_norm_fraction": float(facts.init_max_norm_fraction),
+            "initializer": None if first is None else first.to_json(),
+            "schema": facts.schema.to_json(),
             "stored_schema": None if self.stored is None else self.stored.to_json(),
         }
 
@@ -195,23 +181,19 @@ class TableEntry:
         """Rebuild the entry from the group's attributes.
 
         Raises:
+            StateMismatchError: the update rule is not known to this release.
             ValueError: they describe no table.
         """
-        rule, stored, touched = data.get("initializer"), data.get("stored_schema"), data.get("touched_rows")
+        stored, touched = data.get("stored_schema"), data.get("touched_rows")
         try:
             entry = cls(
-                name_from_json(data.get("name")),
+                _facts(data),
                 group,
-                _count(data.get("rows"), "rows"),
-                Schema.from_json(data.get("schema")),
                 None if stored is None else Schema.from_json(stored),
-                _number(data.get("k"), "k"),
-                _count(data.get("steps"), "steps"),
-                _of_type(data.get("second_moment"), str, "second_moment"),
-                _number(data.get("init_max_norm_fraction"), "init_max_norm_fraction"),
-                None if rule is None else from_json(rule),
                 None if touched is None else _count(touched, "touched_rows"),
             )
+        except StateMismatchError:
+            raise
         except DSAError as error:
             raise ValueError(str(error)) from error
         entry._check()
@@ -219,14 +201,27 @@ class TableEntry:
         return entry
 
     def _check(self) -> None:
-        if self.second_moment not in _SECOND_MOMENTS:
-            raise ValueError(f"second_moment is {self.second_moment!r}")
-        if self.k < 0 or self.init_max_norm_fraction < 0:
-            raise ValueError(f"k is {self.k!r} and init_max_norm_fraction {self.init_max_norm_fraction!r}")
-        if self.initializer is not None and self.initializer.dim != self.schema.dim:
-            raise ValueError(f"its initialiser has dim {self.initializer.dim}, not {self.schema.dim}")
-        if not all(name.isascii() for name in self.schema.names):
-            raise ValueError(f"its fields {self.schema.names} are no names of arrays")
+        facts, first = self.facts, self.facts.initializer
+        if facts.k < 0 or facts.init_max_norm_fraction < 0:
+            raise ValueError(f"k is {facts.k!r} and init_max_norm_fraction {facts.init_max_norm_fraction!r}")
+        if first is not None and first.dim != facts.schema.dim:
+            raise ValueError(f"its initialiser has dim {first.dim}, not {facts.schema.dim}")
+        if not all(name.isascii() for name in facts.schema.names):
+            raise ValueError(f"its fields {facts.schema.names} are no names of arrays")
+
+
+def _facts(data: Mapping[str, Any]) -> TableFacts:
+    first = data.get("initializer")
+    return TableFacts(
+        name_from_json(data.get("name")),
+        _count(data.get("rows"), "rows"),
+        Schema.from_json(data.get("schema")),
+        rule_from_json(data.get("rule")),
+        _number(data.get("k"), "k"),
+        _count(data.get("steps"), "steps"),
+        None if first is None else from_json(first),
+        _number(data.get("init_max_norm_fraction"), "init_max_norm_fraction"),
+    )
 
 
 @final

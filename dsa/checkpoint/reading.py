@@ -33,6 +33,7 @@ from dsa.errors import (
     CheckpointIncompleteError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    StateMismatchError,
     StateWarning,
     notify,
 )
@@ -147,16 +148,7 @@ class Checkpoint:
         entry = table.entry
         readers = _readers(self.source, table)
         return TableContent(
-            entry.name,
-            entry.rows,
-            entry.schema,
-            lambda: record_blocks(entry.schema, entry.rows, readers, verify),
-            entry.k,
-            entry.steps,
-            entry.second_moment,
-            entry.init_max_norm_fraction,
-            entry.initializer,
-            entry.stored,
+            entry.facts, lambda: record_blocks(entry.schema, entry.rows, readers, verify), entry.stored
         )
 
     def verify(self, progress: Progress = False) -> None:
@@ -348,6 +340,11 @@ def _check_sums(place: Place, manifest: Manifest, tables: tuple[StoredTable, ...
 def _checked(place: Place, what: str, read: Callable[[], T]) -> T:
     try:
         return read()
+    except StateMismatchError as error:
+        raise CheckpointMismatchError(
+            f"{what} of {place.url!r} can't be used ({error}): open it with a release that knows its "
+            "update rule"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise _corrupt(place, what, str(error)) from error
 

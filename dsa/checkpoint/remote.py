@@ -229,7 +229,7 @@ def _is_ours(place: Place, key: str) -> bool:
         attributes = json.loads(place.files.cat_file(place.remote_path(key))).get("attributes")
     except (OSError, ValueError, AttributeError):
         return False
-    return isinstance(attributes, dict) and bool({ARRAY_CHECKSUM, "second_moment"} & set(attributes))
+    return isinstance(attributes, dict) and bool({ARRAY_CHECKSUM, "stored_schema"} & set(attributes))
 
 
 def _check_replaceable(place: Place, keys: list[str], overwrite: bool) -> None:

@@ -84,7 +84,9 @@ class TableWriter:
                 self.advance(sum(spec.row_bytes for spec in specs) * len(records))
             pipeline.finish()
             finished = {writer.path: writer.finish() for writer in writers}
-        entry = TableEntry.of(table, group, touched if _STAMP in table.schema.names else None)
+        entry = TableEntry(
+            table.facts, group, table.stored, touched if _STAMP in table.schema.names else None
+        )
         document = group_document(entry.to_json())
         self.target.put(f"{group}/{DOCUMENT}", encode_document(document))
         return WrittenTable(

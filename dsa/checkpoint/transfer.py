@@ -24,6 +24,7 @@ from dsa.checkpoint import (
 from dsa.checkpoint.export import ExportOptions, export_content
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.errors import StateExistsError, StateMismatchError, StateNotFoundError, StateWarning, notify
+from dsa.rules.updates import label_of
 from dsa.schema import Records
 from dsa.state.content import StateContent, TableContent
 from dsa.state.directories import local_directory
@@ -404,15 +405,14 @@ def _fitting(table: Table, content: TableContent) -> TableContent:
             f"table {table.name!r} is {content.rows} x {schema.dim} in the checkpoint but {len(table)} x "
             f"{wanted.dim} here: open a state of the checkpoint's shape"
         )
-    if content.second_moment != table.second_moment or not set(wanted.fields) <= set(schema.fields):
+    if content.rule != table.rule or not set(wanted.fields) <= set(schema.fields):
         raise StateMismatchError(
-            f"table {table.name!r} has second_moment={content.second_moment!r} and the fields "
-            f"{_names(schema.names)} in the checkpoint but {table.second_moment!r} and "
-            f"{_names(wanted.names)} here: its moments would be misread; build the optimizer with the "
-            "checkpoint's options"
+            f"table {table.name!r} has the update rule {label_of(content.rule)} and the fields "
+            f"{_names(schema.names)} in the checkpoint but {label_of(table.rule)} and {_names(wanted.names)} "
+            "here: its fields would be misread; build the optimizer with the checkpoint's options"
         )
-    weights = "w" in wanted.names
-    return replace(content, stored=wanted, initializer=content.initializer if weights else None)
+    facts = content.facts if "w" in wanted.names else replace(content.facts, initializer=None)
+    return replace(content, facts=facts, stored=wanted)
 
 
 def _names(names: Sequence[str]) -> str:

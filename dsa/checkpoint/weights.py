@@ -74,7 +74,8 @@ def _weights_only(table: TableContent) -> TableContent:
         for first, records in table.blocks():
             yield first, recast(records, schema)
 
-    return replace(table, schema=schema, blocks=blocks, stored=None, initializer=None)
+    facts = replace(table.facts, schema=schema, initializer=None)
+    return replace(table, facts=facts, blocks=blocks, stored=None)
 
 
 def _write_safetensors(content: StateContent, url: str | os.PathLike[str], options: ExportOptions) -> str:

@@ -16,7 +16,7 @@ from dsa.backends.base import Layout
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.checkpoint.places import StorageOptions
 from dsa.inspection.subjects import Kind, Subject, open_subject
-from dsa.schema import Records
+from dsa.schema import Records, read_numbers
 from dsa.state.content import TableContent
 
 __all__ = ["Comparison", "FieldComparison", "Side", "TableComparison", "diff"]
@@ -67,7 +67,7 @@ class TableComparison:
 
     Args:
         name: The user's name for it.
-        facts: What differs of rows, dim, k, steps, second_moment and fields, by name: what the first says and
+        facts: What differs of rows, dim, k, steps, rule and fields, by name: what the first says and
             what the second says; of fields, those that the other lacks.
         compared: Rows that were compared; 0 where the shapes differ.
         rows: How many of them differ in any field.
@@ -203,10 +203,15 @@ def _facts(a: TableContent, b: TableContent) -> dict[str, tuple[Any, Any]]:
         "rows": (a.rows, b.rows),
         "dim": (a.schema.dim, b.schema.dim),
         "k": (a.k, b.k),
-        "steps": (a.steps, b.steps),
-        "second_moment": (a.second_moment, b.second_moment),
+        "steps": (a.facts.steps, b.facts.steps),
+        "rule": (_rule_of(a), _rule_of(b)),
         "fields": (_lacking(b, a), _lacking(a, b)),
     }
+
+
+def _rule_of(table: TableContent) -> str:
+    """Return the name of a table's rule, and those of its options that fix what is stored."""
+    return " ".join([table.rule.name, *(f"{name}={value}" for name, value in table.rule.options.items())])
 
 
 def _lacking(table: TableContent, other: TableContent) -> list[str]:
@@ -268,7 +273,8 @@ class _Counter:
         if len(places):
             self._rows += len(places)
             self._first += (first + places[: _FIRST_ROWS - len(self._first)]).tolist()
-            self._measure(first, places, one[places], other[places])
+            name = self._name
+            self._measure(first, places, read_numbers(a[places], name), read_numbers(b[places], name))
         return cast("NDArray[np.bool_]", rows)
 
     def _measure(self, first: int, places: NDArray[Any], one: NDArray[Any], other: NDArray[Any]) -> None:

@@ -103,7 +103,7 @@ def _overview(summary: StateSummary, width: int) -> Table:
     grid.add_column("table", overflow="fold", style="bold cyan", min_width=8)
     facts = [_facts(table) for table in summary.tables]
     # What there is least need for gives way first.
-    left_out = () if width >= _NARROW else ("second moment", "logical")
+    left_out = () if width >= _NARROW else ("rule", "logical")
     titles = [title for title in (facts[0] if facts else {}) if title not in left_out]
     for title in titles:
         grid.add_column(title, justify="right", no_wrap=True)
@@ -117,7 +117,7 @@ def _facts(table: TableSummary) -> dict[str, str]:
         "rows": f"{table.rows:,}",
         "dim": f"{table.dim:,}",
         "k": f"{table.k:g}",
-        "second moment": table.second_moment,
+        "rule": table.rule,
         "steps": f"{table.steps:,}",
         "touched": f"{table.touched_rows:,}  {_share(table.touched_rows, table.rows):>5}",
         "on disk": "" if table.disk_bytes is None else size(table.disk_bytes),

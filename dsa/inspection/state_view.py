@@ -16,11 +16,9 @@ from dsa.inspection.directory import ObservedDirectory
 from dsa.inspection.overlaid import OverlaidBackend
 from dsa.inspection.sources import open_source, table_path
 from dsa.inspection.table_view import TableView
-from dsa.rules.init import from_json
-from dsa.rules.manifolds import curvature_from_json
 from dsa.state.content import StateContent
 from dsa.state.directories import local_directory
-from dsa.state.metadata import METADATA_NAME
+from dsa.state.facts import stored_facts
 from dsa.state.progress import Progress
 from dsa.state.storage import as_layout
 from dsa.state.table import Table
@@ -116,7 +114,7 @@ class StateView:
             source = open_source(path, stored, self._layout)
             overlaid = OverlaidBackend(source, self._directory, index)
             self._overlaid.append(overlaid)
-            table = _table_of(path, stored, overlaid)
+            table = Table(stored_facts(path, stored), overlaid)
             tables[table.name] = TableView(source, overlaid, table, self, index, table_path(path, stored))
         return tables
 
@@ -233,24 +231,3 @@ class StateView:
 def _close_all(backends: list[OverlaidBackend]) -> None:
     while backends:
         backends.pop().close()
-
-
-def _table_of(path: Path, stored: Mapping[str, Any], backend: OverlaidBackend) -> Table:
-    try:
-        rule = stored["init"]
-        return Table(
-            str(stored["name"]),
-            backend,
-            None if rule is None else from_json(rule),
-            str(stored["second_moment"]),
-            float(stored["init_max_norm_fraction"]),
-            curvature_from_json(stored["k"]),
-            int(stored["steps"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        if isinstance(error, StateCorruptError):
-            raise
-        raise StateCorruptError(
-            f"the description of table {stored['name']!r} in {str(path)!r} can't be read ({error!r}): "
-            f"restore {METADATA_NAME} from a copy"
-        ) from error

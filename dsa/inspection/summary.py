@@ -15,7 +15,7 @@ from dsa.inspection.sketch import Sketch, Spread, count_scale, norm_scale
 from dsa.inspection.state_view import StateView, open_state
 from dsa.inspection.table_view import TableView
 from dsa.rules.manifolds import BALL_EPS
-from dsa.schema import Records
+from dsa.schema import Records, floating_fields, read_numbers
 from dsa.state.content import StateContent, TableContent
 
 __all__ = ["StateSummary", "TableSummary", "summarize", "summarize_table"]
@@ -41,7 +41,7 @@ class TableSummary:
         dim: D.
         fields: Name, dtype and whether it is stored per element or per row, of each field.
         k: Curvature magnitude.
-        second_moment: The meaning of ``v``.
+        rule: The name of the update rule.
         steps: Optimizer steps in which the table took part.
         initializer: The rule of the first weights as JSON, or None.
         touched_rows: Rows that were ever written: those with a stamp.
@@ -65,7 +65,7 @@ class TableSummary:
     dim: int
     fields: tuple[dict[str, str], ...]
     k: float
-    second_moment: str
+    rule: str
     steps: int
     initializer: dict[str, Any] | None
     touched_rows: int
@@ -123,11 +123,12 @@ def summarize(
         StateError: the directory can't be read, see `open_state`.
 
     Example:
-        >>> from dsa.schema import adam_schema
-        >>> schema = adam_schema(dim=2)
+        >>> from dsa.rules.adam import ADAM
+        >>> from dsa.state.facts import TableFacts
+        >>> schema = ADAM.schema(dim=2)
         >>> records = np.zeros(3, schema.dtype)
         >>> records[1] = ([3.0, 4.0], 0.1, 0.1, 5, 6)
-        >>> table = TableContent("entity", 3, schema, lambda: iter([(0, records)]))
+        >>> table = TableContent(TableFacts("entity", 3, schema, ADAM), lambda: iter([(0, records)]))
         >>> (entity,) = summarize(StateContent((table,), global_step=9)).tables
         >>> entity.touched_rows, entity.updates.median, entity.weight_norms.maximum
         (1, 5.0, 5.0)
@@ -167,6 +168,7 @@ def _summarize_content(table: TableContent, progress: Progress | None) -> TableS
         if progress is not None:
             progress(table.name, first + len(records), table.rows)
     schema = table.schema
+    initializer = table.facts.initializer
     ball = table.k > 0.0 and "w" in schema.names
     return TableSummary(
         name=table.name,
@@ -174,9 +176,9 @@ def _summarize_content(table: TableContent, progress: Progress | None) -> TableS
         dim=schema.dim,
         fields=tuple({"name": f.name, "dtype": f.dtype, "per": f.per} for f in schema.fields),
         k=table.k,
-        second_moment=table.second_moment,
-        steps=table.steps,
-        initializer=None if table.initializer is None else table.initializer.to_json(),
+        rule=table.rule.name,
+        steps=table.facts.steps,
+        initializer=None if initializer is None else initializer.to_json(),
         touched_rows=pass_.touched,
         stepped_rows=pass_.stepped,
         implausible_rows=pass_.implausible,
@@ -201,6 +203,8 @@ class _Pass:
         self.updates = Sketch(integers=True)
         self.norms, self.distances, self.first, self.second = Sketch(), Sketch(), Sketch(), Sketch()
         self._names = table.schema.names
+        self._floating = floating_fields(table.schema.dtype)
+        self._non_negative = [name for name in table.rule.non_negative if name in self._names]
         self._root = math.sqrt(table.k)
 
     def take(self, first: int, records: Records) -> None:
@@ -215,9 +219,10 @@ class _Pass:
             return
         if len(written) < len(records):
             records = records[written]
-        squares = {name: _squares(records[name]) for name in ("w", "m") if name in self._names}
-        means = _mean(records["v"]) if "v" in self._names else np.zeros(len(records))
-        good = self._plausible(records, [*squares.values(), means])
+        numbers = {name: read_numbers(records, name) for name in self._floating}
+        squares = {name: _squares(numbers[name]) for name in ("w", "m") if name in numbers}
+        means = {name: _mean(values) for name, values in numbers.items() if name not in squares}
+        good = self._plausible(records, numbers, [*squares.values(), *means.values()])
         if not good.all():
             self.implausible += int(np.count_nonzero(~good))
             if self.first_implausible is None:
@@ -230,9 +235,9 @@ class _Pass:
         moving = good & (counters > 0)
         self.updates.add(counters[moving])
         if "m" in squares:
-            self.first.add(np.sqrt(squares["m"][moving] / records["m"].shape[1]))
-        if "v" in self._names:
-            self.second.add(np.sqrt(means[moving]))
+            self.first.add(np.sqrt(squares["m"][moving] / numbers["m"].shape[1]))
+        if "v" in means:
+            self.second.add(np.sqrt(means["v"][moving]))
 
     def _take_weights(self, norms: NDArray[np.float64]) -> None:
         self.norms.add(norms)
@@ -242,16 +247,18 @@ class _Pass:
             inside = np.minimum(radius, 1.0 - BALL_EPS)
             self.distances.add((2.0 / self._root) * np.arctanh(inside))
 
-    def _plausible(self, records: Records, sums: list[NDArray[np.float64]]) -> NDArray[np.bool_]:
+    def _plausible(
+        self, records: Records, numbers: dict[str, NDArray[Any]], sums: list[NDArray[np.float64]]
+    ) -> NDArray[np.bool_]:
         """Tell which rows training can have produced, by sums over each row that are finite if it is."""
         good = np.ones(len(records), np.bool_)
         for each in sums:
             good &= np.isfinite(each)
-        for name in ("t", "s"):
-            if name in self._names:
+        for name in self._names:
+            if name not in numbers:
                 good &= records[name] >= 0
-        if "v" in self._names:
-            signs = np.signbit(records["v"])
+        for name in self._non_negative:
+            signs = np.signbit(numbers[name])
             good &= ~(signs.any(axis=1) if signs.ndim == 2 else signs)
         return good
 

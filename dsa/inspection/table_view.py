@@ -15,6 +15,7 @@ from dsa.inspection.directory import file_sizes
 from dsa.inspection.overlaid import OverlaidBackend
 from dsa.inspection.sources import files_at
 from dsa.rules.init import Initializer
+from dsa.rules.updates import AnyRule
 from dsa.schema import Records, Schema
 from dsa.state.coalesce import as_rows
 from dsa.state.content import TableContent
@@ -109,9 +110,9 @@ class TableView:
         return self.schema.names
 
     @property
-    def second_moment(self) -> str:
-        """The meaning of ``v``: ``"coordinate"``, ``"frame"`` or ``"row"``."""
-        return self._table.second_moment
+    def rule(self) -> AnyRule:
+        """The update rule whose fields the records hold, such as `dsa.rules.adam.ADAM`."""
+        return self._table.rule
 
     @property
     def initializer(self) -> Initializer | None:
@@ -220,18 +221,7 @@ class TableView:
 
     def content(self) -> TableContent:
         """Return the table as `dsa.state.content` describes what is copied from one place to another."""
-        table = self._current()
-        return TableContent(
-            table.name,
-            self.rows,
-            self.schema,
-            self._blocks,
-            table.k,
-            table.steps,
-            table.second_moment,
-            table.init_max_norm_fraction,
-            table.initializer,
-        )
+        return TableContent(self._current().facts, self._blocks)
 
     def to_xarray(self) -> Dataset:
         """Return the fields as a Dataset with the dimensions ``row`` and ``dim``, without reading them.
@@ -257,7 +247,7 @@ class TableView:
             "table": self.name,
             "k": self.k,
             "steps": self.steps,
-            "second_moment": self.second_moment,
+            "rule": self.rule.name,
             "initializer": "none" if rule is None else repr(rule),
         }
 

@@ -84,19 +84,19 @@ def _standing(state: StateView) -> str:
 def _about(table: TableView) -> str:
     space = "flat" if table.k == 0.0 else f"k={table.k:g}"
     return (
-        f"{table.rows:,} x {table.dim}, {space}, {table.second_moment} second moment, {table.steps:,} steps, "
+        f"{table.rows:,} x {table.dim}, {space}, {table.rule.name}, {table.steps:,} steps, "
         f"{_touched(table)} rows touched, {size(table.disk_bytes)} on disk"
     )
 
 
 def _tables(state: StateView) -> tuple[list[str], list[list[str]]]:
-    header = ["table", "shape", "k", "second moment", "steps", "touched", "on disk", "logical"]
+    header = ["table", "shape", "k", "rule", "steps", "touched", "on disk", "logical"]
     rows = [
         [
             table.name,
             f"{table.rows:,} x {table.dim}",
             f"{table.k:g}",
-            table.second_moment,
+            table.rule.name,
             f"{table.steps:,}",
             _touched(table),
             size(table.disk_bytes),

@@ -28,7 +28,7 @@ from dsa.errors import (
 from dsa.inspection import StateView, TableView
 from dsa.inspection.sources import table_path
 from dsa.inspection.subjects import Kind, find_checkpoint, state_directory
-from dsa.kernels.checks import describe_fault, first_implausible
+from dsa.kernels.plausible import describe_fault, first_implausible
 from dsa.schema import Records
 from dsa.state.metadata import journal_files, owned_files
 from dsa.state.recovery import defects, doubts
@@ -224,11 +224,11 @@ def _bad_rows(view: StateView, table: TableView, advance: Advance) -> list[str]:
     for first, records in table.scan():
         start = 0
         while len(problems) < _MOST_PER_TABLE:
-            position = first_implausible(records[start:])
+            position = first_implausible(records[start:], table.rule.non_negative)
             if position < 0:
                 break
             start += position
-            fault = describe_fault(records, start)
+            fault = describe_fault(records, start, table.rule.non_negative)
             problems.append(f"row {first + start} of table {table.name!r} can't be used: {fault}")
             start += 1
         if not problems:

@@ -16,24 +16,22 @@ from dsa.optimizers.arguments import as_fraction
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
 from dsa.optimizers.options import as_index, as_number
 from dsa.optimizers.reference import check_reference, reference_to
+from dsa.rules.adam import ADAM, ROW_WISE_ADAM
 from dsa.rules.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
 from dsa.rules.manifolds import manifold_of
-from dsa.schema import adam_schema
+from dsa.rules.updates import AnyRule
 from dsa.state.maintenance import write_weights
 from dsa.state.replacement import replace_weights
 from dsa.state.sharing import join_tables
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import StorageChoice, TableSpec
+from dsa.state.storage import StorageChoice, TableSpec, table_spec
 
 __all__ = ["DiskModule", "Source", "TableState", "table_spec_of"]
 
 Source = Initializer | FromArray | MatrixLike
 TableState = Literal["adam", "rowwise_adam"]
 
-_STATES: dict[str, tuple[Literal["element", "row"], str]] = {
-    "adam": ("element", "coordinate"),
-    "rowwise_adam": ("row", "row"),
-}
+_STATES: dict[str, AnyRule] = {"adam": ADAM, "rowwise_adam": ROW_WISE_ADAM}
 
 
 class DiskModule(torch.nn.Module):
@@ -61,10 +59,10 @@ class DiskModule(torch.nn.Module):
                 f"init gives {spec.source.rows} x {spec.source.dim} but the module is {num_embeddings} x "
                 f"{embedding_dim}: make them equal"
             )
-        if max_norm is not None and spec.k > 0.0:
+        if max_norm is not None and (k := spec.facts.k) > 0.0:
             raise ValueError(
-                f"max_norm={max_norm!r} is a Euclidean norm and means nothing on a ball (k={spec.k!r}): "
-                "leave it out"
+                f"max_norm={max_norm!r} is a Euclidean norm and means nothing on a ball (k={k!r}): leave "
+                "it out"
             )
         if max_norm is not None and not as_number("max_norm", max_norm) >= 0.0:
             raise ValueError(f"max_norm={max_norm!r} is out of range: pass a number >= 0, or None")
@@ -192,9 +190,8 @@ def table_spec_of(
         raise ValueError(f"state={state!r} is not known: use one of {sorted(_STATES)}")
     fraction, k = as_fraction(fraction), as_number("k", k)
     manifold_of(k)
-    per, second_moment = _STATES[state]
     first = _default_init(rows, dim, k) if source is None else as_initializer(source)
-    return TableSpec(name, adam_schema(dim, second_moment_per=per), first, k, second_moment, fraction)
+    return table_spec(name, first, _STATES[state], k=k, init_max_norm_fraction=fraction)
 
 
 def _default_init(rows: int, dim: int, k: float) -> Initializer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -10,18 +11,19 @@ import torch
 from dsa.backends.base import Layout
 from dsa.errors import StateMismatchError, StateWarning, notify
 from dsa.optimizers.options import as_number
-from dsa.rules.conventions import DSA_ADAM, BiasCorrection, Convention, SecondMoment
+from dsa.rules.conventions import DSA_ADAM, BiasCorrection, Convention
 from dsa.rules.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.rules.manifolds import manifold_of
-from dsa.schema import adam_schema
+from dsa.rules.updates import AnyRule, label_of
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import TableSpec, as_layout
+from dsa.state.storage import as_layout
 from dsa.state.table import Table
 
 __all__ = [
     "DEFAULT_BACKEND",
     "ParamGroups",
     "Params",
+    "agree_on_rule",
     "as_fraction",
     "checked_updates",
     "curvatures_of",
@@ -31,8 +33,6 @@ __all__ = [
     "named_groups",
     "named_sources",
     "named_table",
-    "require_second_moment",
-    "table_spec",
     "wanted_curvatures",
 ]
 
@@ -134,14 +134,6 @@ def as_fraction(fraction: object) -> float:
     return checked
 
 
-def table_spec(
-    name: str, source: Initializer | FromArray, k: float, second_moment: SecondMoment, fraction: float
-) -> TableSpec:
-    """Return what a table asks of the state directory."""
-    schema = adam_schema(source.dim, second_moment_per="row" if second_moment == "row" else "element")
-    return TableSpec(name, schema, source, k, second_moment, fraction)
-
-
 class _Default(str):
     __slots__ = ()
 
@@ -241,22 +233,22 @@ def _require_table_shape(name: str | None, parameter: torch.Tensor) -> None:
         )
 
 
-def require_second_moment(state: StateDirectory, table: Table, second_moment: str) -> None:
-    """Make a table's second moment mean what the optimizer computes, if it still may.
+def agree_on_rule(state: StateDirectory, table: Table, rule: AnyRule) -> None:
+    """See to it that a table has the update rule of an optimizer: one without steps takes it, if it can.
 
     Raises:
-        StateMismatchError: its records have another layout, or it has been trained with another meaning.
+        StateMismatchError: its records have other fields, or it has been trained by another rule.
     """
-    if table.second_moment == second_moment:
+    if table.rule == rule:
         return
-    fresh = table.steps == 0 and "row" not in (table.second_moment, second_moment)
-    if not fresh:
+    own = table.facts.schema
+    if table.steps or rule.schema(own.dim, weights="w" in own.names) != own:
         raise StateMismatchError(
-            f"table {table.name!r} holds second_moment={table.second_moment!r} but the optimizer computes "
-            f"{second_moment!r}: pass second_moment={table.second_moment!r} to it (a DiskEmbedding made with "
+            f"table {table.name!r} holds the state of the update rule {label_of(table.rule)} but the "
+            f"optimizer computes {label_of(rule)}: pass {table.rule.choice} to it (a DiskEmbedding made with "
             "state='rowwise_adam' goes with 'row')"
         )
-    table.second_moment = second_moment
+    table.facts = replace(table.facts, rule=rule)
     state.save()
 
 

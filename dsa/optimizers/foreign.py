@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from dsa.rules.init import FromArray
-from dsa.schema import Records
+from dsa.rules.updates import label_of
+from dsa.schema import Records, store_numbers
 from dsa.state.content import TableContent
 from dsa.state.replacement import replace_tables, transformed
 from dsa.state.state_directory import StateDirectory
@@ -50,11 +51,12 @@ def _with_moments(table: Table, step: int, first: FromArray, second: FromArray) 
         stop = start + len(records)
         # What was never written has its first weight, which no rule draws any more once moments are there.
         fill_untouched(table, np.arange(start, stop), records)
-        records["m"], records["v"] = first.rows_of(start, stop), second.rows_of(start, stop)
+        store_numbers(records, "m", first.rows_of(start, stop))
+        store_numbers(records, "v", second.rows_of(start, stop))
         records["t"], records["s"] = step, stamp_of(0)
         return records
 
-    return replace(transformed(table, changed), steps=step)
+    return replace(transformed(table, changed), facts=replace(table.facts, steps=step))
 
 
 def _checked(foreign: Any, index: int, table: Table) -> tuple[int, FromArray, FromArray]:  # noqa: ANN401
@@ -73,10 +75,11 @@ def _checked(foreign: Any, index: int, table: Table) -> tuple[int, FromArray, Fr
                 f"{key!r} of parameter {index} is {given} but table {table.name!r} is {shape}: pass the "
                 "state of the same model"
             )
-    if table.backend.schema.field_bytes(table.backend.schema.fields[-3]) != 4 * table.dim:
+    kept = {field.name for field in table.facts.schema.fields if field.per == "element"}
+    if not {"m", "v"} <= kept:
         raise ValueError(
-            f"table {table.name!r} stores one second moment per row, SparseAdam one per element: build the "
-            "optimizer with second_moment='coordinate'"
+            f"table {table.name!r} has the update rule {label_of(table.rule)}, which does not keep both "
+            "moments per element as SparseAdam does: build the optimizer with second_moment='coordinate'"
         )
     step, first, second = int(entry["step"]), FromArray(entry["exp_avg"]), FromArray(entry["exp_avg_sq"])
     if not 0 <= step < 2**31 - 1:

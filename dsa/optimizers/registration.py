@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 
-from dsa.optimizers.arguments import require_second_moment
+from dsa.optimizers.arguments import agree_on_rule
 from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.resident import ParameterWeights, require_writable, row_elements
 from dsa.rules.init import Zeros
-from dsa.schema import adam_schema
+from dsa.rules.updates import AnyRule
 from dsa.state.sharing import check_choice, check_resume, join_tables
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import StorageChoice, TableSpec
+from dsa.state.storage import StorageChoice, TableSpec, table_spec
 from dsa.state.table import Table
 
 __all__ = ["Registry", "require_ball"]
@@ -31,14 +31,14 @@ class Registry:
         directory: The state directory, or None for that of the tables on disk.
         resume: See `dsa.state.opening.open_directory`.
         choice: Storage options.
-        second_moment: The meaning of the second moments.
+        rule: The update rule of the tables.
         positional: Names of tables whose parameters came without one: their places stand for names.
     """
 
     directory: str | os.PathLike[str] | None
     resume: bool | None
     choice: StorageChoice
-    second_moment: str
+    rule: AnyRule
     positional: set[str] = field(default_factory=set)
 
     def tables(
@@ -99,7 +99,7 @@ class Registry:
                 )
             if state is None:
                 self._require_same(own)
-            require_second_moment(own, parameter.table, self.second_moment)
+            agree_on_rule(own, parameter.table, self.rule)
             state = own
         return state
 
@@ -131,9 +131,7 @@ class Registry:
                 f"the parameter {name!r} is float64, but steps are computed in float32: convert it to float32"
             )
         rows, dim = len(parameter), row_elements(parameter.shape)
-        per: Literal["element", "row"] = "row" if self.second_moment == "row" else "element"
-        schema = adam_schema(dim, second_moment_per=per, weights=False)
-        return TableSpec(name, schema, Zeros(rows, dim), 0.0, self.second_moment, 1.0)
+        return table_spec(name, Zeros(rows, dim), self.rule, weights=False)
 
 
 def _hold(table: Table, parameter: torch.Tensor) -> None:

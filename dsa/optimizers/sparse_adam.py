@@ -33,6 +33,7 @@ from dsa.optimizers.registration import Registry, require_ball
 from dsa.optimizers.resident import ParameterWeights, put_rows, row_elements
 from dsa.optimizers.stepping import Batch, Stepping
 from dsa.optimizers.tensors import to_array
+from dsa.rules.adam import adam_rule
 from dsa.rules.conventions import (
     AdamOptions,
     BiasCorrection,
@@ -145,7 +146,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
         )
         queue = Queue() if async_writes else None
         choice = StorageChoice(allocate, layout_of_backend(backend), durability, queue)
-        self._registry = Registry(state_dir, resume, choice, second_moment)
+        self._registry = Registry(state_dir, resume, choice, adam_rule(second_moment))
         self._state: StateDirectory | None = None
         self._tables: dict[torch.Tensor, Table] = {}
         self._told: set[torch.Tensor] = set()

@@ -25,12 +25,12 @@ from dsa.optimizers.arguments import (
     layout_of_backend,
     named_sources,
     named_table,
-    table_spec,
     wanted_curvatures,
 )
 from dsa.optimizers.options import as_number, group_options
 from dsa.optimizers.stepping import Batch, Stepping
 from dsa.optimizers.tensors import ArrayLike, to_array
+from dsa.rules.adam import adam_rule
 from dsa.rules.conventions import (
     AdamOptions,
     BiasCorrection,
@@ -45,7 +45,7 @@ from dsa.state.coalesce import as_gradient, as_rows, coalesce
 from dsa.state.opening import open_directory
 from dsa.state.replacement import change_curvature
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import Durability, Queue, StorageChoice
+from dsa.state.storage import Durability, Queue, StorageChoice, table_spec
 from dsa.state.table import read_weights
 
 __all__ = ["DiskSparseRiemannianAdam"]
@@ -171,9 +171,9 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
                 f"max_step={max_step!r} is a length on the ball, but every table has k=0: leave it out, or "
                 "pass k > 0"
             )
-        init_max_norm_fraction = as_fraction(init_max_norm_fraction)
+        rule, fraction = adam_rule(second_moment), as_fraction(init_max_norm_fraction)
         specs = [
-            table_spec(name, source, curvatures[name], second_moment, init_max_norm_fraction)
+            table_spec(name, source, rule, k=curvatures[name], init_max_norm_fraction=fraction)
             for name, source in sources.items()
         ]
         self._fixed = options

@@ -15,7 +15,6 @@ from dsa.optimizers.prefetch import Prefetcher
 from dsa.optimizers.statistics import Counters, statistics
 from dsa.optimizers.update import explain, update_in_place, update_records
 from dsa.optimizers.watch import ClampWatch
-from dsa.rules.conventions import AdamOptions
 from dsa.schema import Records, Rows
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table, stamp_of
@@ -31,7 +30,7 @@ class Batch(NamedTuple):
         table: The table.
         rows: ``(U,)`` int64, strictly increasing, inside the table.
         gradients: Of these rows.
-        options: The options of this step.
+        options: The options of this step, of the kind that the table's rule takes.
         weights: ``(U, D)`` float32, updated in place, of a table whose weights are in memory.
         effects: What puts them back.
     """
@@ -39,7 +38,7 @@ class Batch(NamedTuple):
     table: Table
     rows: Rows
     gradients: Gradients
-    options: AdamOptions
+    options: object
     weights: Floats | None = None
     effects: Sequence[Effect] = ()
 

@@ -7,16 +7,12 @@ from typing import Any, Final
 import numpy as np
 
 from dsa.errors import CorruptRowError, GradientError
-from dsa.kernels.adam import adam_pass, row_wise_adam_pass
-from dsa.kernels.checks import describe_fault
-from dsa.kernels.constants import step_constants
 from dsa.kernels.layout import Floats, Words, as_words, word_layout
-from dsa.kernels.poincare import ball_constants, ball_pass, row_wise_ball_pass
+from dsa.kernels.plausible import describe_fault
 from dsa.kernels.report import StepReport, merge_reports
 from dsa.kernels.threads import run_slices
 from dsa.kernels.visiting import USABLE, Gradients, Pass, Visit, make_scratch
-from dsa.rules.conventions import AdamOptions
-from dsa.schema import Records, Rows
+from dsa.schema import Records, Rows, floating_fields, read_numbers
 from dsa.state.coalesce import merge, require_finite
 from dsa.state.table import Table, corrupt_row, first_records, read_records, unwritten_rows
 from dsa.state.transactions import Images
@@ -31,7 +27,7 @@ def update_in_place(
     table: Table,
     rows: Rows,
     gradients: Gradients,
-    options: AdamOptions,
+    options: object,
     images: Images,
     stamp: int,
     weights: Floats | None = None,
@@ -93,7 +89,7 @@ def update_records(
     table: Table,
     rows: Rows,
     gradients: Gradients,
-    options: AdamOptions,
+    options: object,
     records: Records,
     stamp: int,
     weights: Floats | None = None,
@@ -141,13 +137,8 @@ def update_records(
     return merge_reports(run_slices(run, len(rows)))
 
 
-def _pass_of(table: Table, options: AdamOptions, stamp: int) -> tuple[Pass, Any]:
-    row_wise = options.second_moment == "row"
-    if table.k == 0.0:
-        update = row_wise_adam_pass if row_wise else adam_pass
-        return update, step_constants(options, stamp, table.steps + 1)
-    update = row_wise_ball_pass if row_wise else ball_pass
-    return update, ball_constants(options, table.k, stamp, table.steps + 1)
+def _pass_of(table: Table, options: object, stamp: int) -> tuple[Pass, Any]:
+    return table.rule.pass_for(options, k=table.k, stamp=stamp, step=table.steps + 1)
 
 
 def explain(table: Table, rows: Rows, gradients: Gradients, bad: int) -> CorruptRowError | GradientError:
@@ -165,12 +156,16 @@ def explain(table: Table, rows: Rows, gradients: Gradients, bad: int) -> Corrupt
         return error
     row = rows[bad : bad + 1]
     stored = read_records(table, row)
-    if describe_fault(stored, 0):
+    if describe_fault(stored, 0, table.rule.non_negative):
         return corrupt_row(table, row, stored, 0)
     grad = merge(gradients)[bad]
-    largest, moment = float(abs(grad).max()), float(abs(stored["m"]).max())
+    sizes = [f"gradient {float(abs(grad).max()):.3g}"]
+    sizes += [
+        f"stored {name!r} {float(abs(read_numbers(stored, name)).max()):.3g}"
+        for name in floating_fields(stored.dtype)
+    ]
     return GradientError(
         f"the update of row {int(rows[bad])} of table {table.name!r} overflows float32 (the largest "
-        f"element of its gradient is {largest:.3g}, of its stored first moment {moment:.3g}): nothing was "
-        "changed; clip the gradient, scale the loss down or lower the learning rate"
+        f"elements are: {', '.join(sizes)}): nothing was changed; clip the gradient, scale the loss down or "
+        "lower the learning rate"
     )

@@ -97,7 +97,7 @@ class AdamOptions:
         second_moment: ``"coordinate"``: one number per element, of the Riemannian gradient. ``"frame"``: one
             per element, of the gradient in the orthonormal frame. ``"row"``: one per row; on the ball the
             squared Riemannian norm (a sum over elements), in flat space the mean square, so that the two
-            differ by a factor D as k -> 0.
+            differ by a factor D as k -> 0. In a step of a table its update rule decides.
         v_transport: How the second moment follows a step on the ball: ``"tensor"`` as the diagonal of a
             2-tensor, ``"sqrt"`` with its root treated as a vector (the original reading).
         max_step: Longest step on the ball in hyperbolic units, or None.

@@ -1,8 +1,8 @@
 """Changing the curvature of a table: what becomes of weights and moments.
 
 The gradient *covector* of a loss does not depend on the metric, and ``lambda^2 m`` is the moving average of
-it. At a fixed point ``m`` therefore changes by ``(lambda / lambda')^2`` and the second moment by the square
-of that ratio's power which its mode holds: moments rescaled so equal moments accumulated under the new
+it. At a fixed point ``m`` therefore changes by the ratio ``(lambda / lambda')^2``, and every other field of a
+record by what its update rule makes of that: moments rescaled so equal moments accumulated under the new
 curvature.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.rules.manifolds import Manifold
+from dsa.rules.updates import AnyRule
 from dsa.schema import Records
 
 __all__ = ["CurvatureMap", "map_weights", "recurve"]
@@ -26,33 +27,32 @@ def recurve(
     records: Records,
     old: Manifold,
     new: Manifold,
-    second_moment: str,
+    rule: AnyRule,
     mapping: CurvatureMap,
     reset_moments: bool,
 ) -> Records:
     """Return records of a space of one curvature as records of another.
 
     Args:
-        records: ``(B,)`` of `dsa.schema.adam_schema`; not changed.
+        records: ``(B,)`` of the rule's schema, with weights; not changed.
         old: The space they are in.
         new: The space to put them in.
-        second_moment: The meaning of ``v``.
+        rule: What the fields beside the weight mean.
         mapping: ``"clip"`` keeps the coordinates and clips; ``"log0"`` keeps the tangent vector at the
             origin, hence every distance to the origin.
-        reset_moments: Zero the moments and counters instead of rescaling them.
+        reset_moments: Zero everything but weight and stamp instead of rescaling it.
     """
     changed = records.copy()
     w = old.project(records["w"].astype(np.float64))[0]
     moved = map_weights(w, old, new, mapping)
     changed["w"] = moved
     if reset_moments:
-        for name in ("m", "v", "t"):
+        for name in set(changed.dtype.names or ()) - {"w", "s"}:
             changed[name] = 0
         return changed
     # Flat space is scaled by 1, not by the 2 that the ball tends to, as `Manifold.scale` has it.
     ratio = (old.scale(w) / new.scale(moved)) ** 2
-    changed["m"] = records["m"] * ratio
-    changed["v"] = _second_moment(records["v"].astype(np.float64), ratio, old, new, second_moment, w.shape[1])
+    rule.rescale(changed, ratio, old, new)
     return changed
 
 
@@ -70,13 +70,3 @@ def map_weights(w: Doubles, old: Manifold, new: Manifold, mapping: CurvatureMap)
         tangent = old.log(origin, w) * old.scale(origin) / new.scale(origin)
         w = new.step(origin, tangent)[0]
     return new.project(w)[0]
-
-
-def _second_moment(v: Doubles, ratio: Doubles, old: Manifold, new: Manifold, mode: str, dim: int) -> Doubles:
-    if mode == "frame":
-        return v * ratio
-    if mode == "coordinate":
-        return v * ratio * ratio
-    # One number per row: a sum over the elements on the ball, their mean in flat space.
-    mean_to_sum = (dim if old.k == 0.0 else 1.0) / (dim if new.k == 0.0 else 1.0)
-    return v * ratio[:, 0] * mean_to_sum

@@ -11,8 +11,9 @@ from typing import final
 
 import numpy as np
 
-from dsa.rules.init import Initializer
+from dsa.rules.updates import AnyRule
 from dsa.schema import Records, Schema
+from dsa.state.facts import TableFacts
 
 __all__ = ["Blocks", "StateContent", "TableContent", "recast"]
 
@@ -29,32 +30,44 @@ class TableContent:
     """A table as it is copied from one place to another.
 
     Args:
-        name: The user's name for it.
-        rows: N.
-        schema: What `blocks` yields; with `w` wherever the weights are to be had.
+        facts: What it is. Its schema is that of what `blocks` yields; with `w` wherever the weights are to be
+            had.
         blocks: See `Blocks`.
-        k: Curvature magnitude.
-        steps: Optimizer steps in which the table took part.
-        second_moment: The meaning of ``v``: ``"coordinate"``, ``"frame"`` or ``"row"``.
-        init_max_norm_fraction: See `dsa.state.table.Table`.
-        initializer: The rule that gives rows with stamp 0 their weights, or None.
         stored: The schema of a record on disk, when that is another: without `w`, for a table whose weights
             are a parameter in memory.
         touched_share: Estimates the share of the rows that were ever written, without a pass over them; None
             where a pass is as good.
     """
 
-    name: str
-    rows: int
-    schema: Schema
+    facts: TableFacts
     blocks: Blocks
-    k: float = 0.0
-    steps: int = 0
-    second_moment: str = "coordinate"
-    init_max_norm_fraction: float = 0.5
-    initializer: Initializer | None = None
     stored: Schema | None = None
     touched_share: Callable[[], float] | None = None
+
+    @property
+    def name(self) -> str:
+        """The user's name for it."""
+        return self.facts.name
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.facts.rows
+
+    @property
+    def schema(self) -> Schema:
+        """The layout of the records that `blocks` yields."""
+        return self.facts.schema
+
+    @property
+    def rule(self) -> AnyRule:
+        """The update rule whose fields the records hold."""
+        return self.facts.rule
+
+    @property
+    def k(self) -> float:
+        """Curvature magnitude."""
+        return self.facts.k
 
 
 @final

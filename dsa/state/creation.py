@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -128,17 +129,9 @@ def make_table(path: Path, content: TableContent, storage: Storage, global_step:
         global_step: The step whose stamp the written rows get; None keeps their stamps.
     """
     file, generation = new_file(path, content.name, storage.layout)
-    backend = make_backend(file, content.rows, content.stored or content.schema, storage)
-    table = Table(
-        content.name,
-        backend,
-        content.initializer,
-        content.second_moment,
-        content.init_max_norm_fraction,
-        content.k,
-        content.steps,
-        generation=generation,
-    )
+    facts = replace(content.facts, schema=content.stored or content.schema)
+    backend = make_backend(file, facts.rows, facts.schema, storage)
+    table = Table(facts, backend, generation=generation)
     try:
         for first, records in content.blocks():
             _write_block(table, first, records, global_step)

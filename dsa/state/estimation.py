@@ -8,8 +8,9 @@ from typing import Final, final
 
 from dsa.backends.base import Layout
 from dsa.backends.layouts import Memmap
-from dsa.rules.conventions import AdamOptions, SecondMoment
-from dsa.schema import Schema, adam_schema
+from dsa.rules.adam import adam_rule
+from dsa.rules.conventions import SecondMoment
+from dsa.schema import Schema
 from dsa.state.journal_format import BODY, layout_of
 
 __all__ = ["Estimate", "estimate"]
@@ -70,8 +71,7 @@ def estimate(
     batch = operator.index(batch)
     if batch < 1:
         raise ValueError(f"batch={batch!r} is out of range: pass at least 1")
-    AdamOptions(lr=0.0, second_moment=second_moment)
-    schema = adam_schema(dim, second_moment_per="row" if second_moment == "row" else "element")
+    schema = adam_rule(second_moment).schema(dim)
     fields = {field.name: rows * schema.field_bytes(field) for field in schema.fields}
     logical = sum(fields.values()) - fields["s"]
     layout = Memmap() if backend is None else backend

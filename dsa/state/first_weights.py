@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from dsa.errors import StateWarning, notify
-from dsa.rules.init import FromArray, Initializer
+from dsa.rules.init import FromArray
 from dsa.schema import Records
 from dsa.state.content import TableContent
 from dsa.state.storage import TableSpec
@@ -28,17 +28,7 @@ def first_content(spec: TableSpec) -> TableContent:
 
     Reading the blocks raises `ValueError` when the array holds a value that is not finite.
     """
-    lazy = isinstance(spec.source, Initializer) and "w" in spec.schema.names
-    return TableContent(
-        spec.name,
-        spec.source.rows,
-        spec.schema,
-        lambda: _blocks(spec),
-        spec.k,
-        second_moment=spec.second_moment,
-        init_max_norm_fraction=spec.init_max_norm_fraction,
-        initializer=spec.source if lazy and isinstance(spec.source, Initializer) else None,
-    )
+    return TableContent(spec.facts, lambda: _blocks(spec))
 
 
 def _blocks(spec: TableSpec) -> Iterator[tuple[int, Records]]:
@@ -55,18 +45,19 @@ def _blocks(spec: TableSpec) -> Iterator[tuple[int, Records]]:
 
 
 def _ball_factor(spec: TableSpec, source: FromArray, block: int) -> float:
-    if spec.k == 0.0:
+    k, fraction = spec.facts.k, spec.facts.init_max_norm_fraction
+    if k == 0.0:
         return 1.0
     longest = 0.0
     for _, weights in source.blocks(block):
         wide = weights.astype(np.float64)
         longest = max(longest, float(np.sqrt(np.einsum("ij,ij->i", wide, wide)).max()))
-    limit = spec.init_max_norm_fraction / math.sqrt(spec.k)
+    limit = fraction / math.sqrt(k)
     if longest <= limit * (1.0 + 1e-6):
         return 1.0
     notify(
         f"the longest row of table {spec.name!r} has norm {longest:.4g}, beyond "
-        f"{spec.init_max_norm_fraction:g} of the radius of the ball with k={spec.k:g}: all its rows are "
+        f"{fraction:g} of the radius of the ball with k={k:g}: all its rows are "
         f"scaled by {limit / longest:.4g}; pass smaller weights, or another init_max_norm_fraction",
         StateWarning,
     )

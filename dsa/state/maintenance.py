@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.errors import StateWarning, notify
-from dsa.kernels.checks import first_implausible
+from dsa.kernels.plausible import first_implausible
 from dsa.schema import Rows
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import (
@@ -32,7 +32,7 @@ def reproject(state: StateDirectory, table: Table) -> int:
     projected = reset = 0
     for first, records in table.backend.scan(0, len(table)):
         rows = np.arange(first, first + len(records))
-        broken = implausible_rows(records)
+        broken = implausible_rows(records, table.rule)
         if broken.any():
             records[broken] = fill_untouched(table, rows[broken], blank_records(table, int(broken.sum()), 0))
         weights, outside = table.space.project(records["w"].astype(np.float64))
@@ -69,7 +69,7 @@ def write_weights(state: StateDirectory, table: Table, rows: Rows, weights: NDAr
     """
     (memory,) = state.prepare(state.progress(), [(table, rows)])
     table.backend.read(rows, memory)
-    position = first_implausible(memory)
+    position = first_implausible(memory, table.rule.non_negative)
     if position >= 0:
         raise corrupt_row(table, rows, memory, position)
     memory["w"] = weights

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dsa.errors import StateCorruptError, StateMismatchError, StateWarning, notify
+from dsa.rules.updates import label_of
 from dsa.schema import Schema
 from dsa.state.content import TableContent
+from dsa.state.facts import TableFacts, stored_facts
 from dsa.state.metadata import METADATA_NAME
 from dsa.state.storage import Storage, TableSpec
 from dsa.state.table import Table
@@ -42,9 +44,9 @@ def match_stored_table(path: Path, spec: TableSpec, stored: dict[str, Any], stor
             f"the description of table {spec.name!r} in {str(path)!r} lacks its backend: restore "
             f"{METADATA_NAME} from a copy"
         )
-    schema = Schema.from_json(description.get("schema"))
+    facts = stored_facts(path, stored)
     try:
-        _match(description["rows"], schema, str(stored.get("second_moment")), spec)
+        _match(facts, spec)
         match_layout(spec.name, description, storage.backend)
     except StateMismatchError as error:
         raise StateMismatchError(f"in {str(path)!r}, {error}") from None
@@ -52,25 +54,26 @@ def match_stored_table(path: Path, spec: TableSpec, stored: dict[str, Any], stor
 
 def match_table(table: Table, spec: TableSpec) -> None:
     """Raise `StateMismatchError` when an open table is not the one asked for."""
-    _match(len(table), table.backend.schema, table.second_moment, spec)
+    _match(table.facts, spec)
 
 
 def match_content(content: TableContent, spec: TableSpec) -> None:
     """Raise `StateMismatchError` when a table of older state is not the one asked for."""
-    _match(content.rows, content.schema, content.second_moment, spec)
+    _match(content.facts, spec)
 
 
-def _match(rows: int, schema: Schema, second_moment: str, spec: TableSpec) -> None:
-    if (rows, schema.dim) != (spec.source.rows, spec.schema.dim):
+def _match(stored: TableFacts, spec: TableSpec) -> None:
+    wanted, schema = spec.facts, stored.schema
+    if (stored.rows, schema.dim) != (wanted.rows, wanted.schema.dim):
         raise StateMismatchError(
-            f"table {spec.name!r} is stored as {rows} x {schema.dim} but {spec.source.rows} x "
-            f"{spec.schema.dim} is asked for: pass a table of the stored shape, or another directory"
+            f"table {spec.name!r} is stored as {stored.rows} x {schema.dim} but {wanted.rows} x "
+            f"{wanted.schema.dim} is asked for: pass a table of the stored shape, or another directory"
         )
-    if schema != spec.schema or second_moment != spec.second_moment:
+    if (stored.rule, schema) != (wanted.rule, wanted.schema):
         raise StateMismatchError(
-            f"table {spec.name!r} is stored with second_moment={second_moment!r} and the fields "
-            f"{_fields(schema)} but second_moment={spec.second_moment!r} with {_fields(spec.schema)} is "
-            "asked for: the stored moments would be misread; pass the stored options, or another directory"
+            f"table {spec.name!r} is stored with the update rule {label_of(stored.rule)} and the fields "
+            f"{_fields(schema)} but {label_of(wanted.rule)} with {_fields(wanted.schema)} is asked for: the "
+            "stored fields would be misread; pass the stored options, or another directory"
         )
 
 
@@ -80,9 +83,9 @@ def _fields(schema: Schema) -> str:
 
 def warn_of_curvature(table: Table, spec: TableSpec) -> None:
     """Warn when the curvature asked for is not the stored one, which is kept."""
-    if table.k != spec.k:
+    if table.k != (k := spec.facts.k):
         notify(
-            f"table {table.name!r} was stored with k={table.k!r}, which is kept; the k={spec.k!r} asked for "
-            f"is ignored: call set_curvature({spec.k!r}) to change it",
+            f"table {table.name!r} was stored with k={table.k!r}, which is kept; the k={k!r} asked for "
+            f"is ignored: call set_curvature({k!r}) to change it",
             StateWarning,
         )

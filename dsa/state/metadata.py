@@ -45,8 +45,8 @@ __all__ = [
 ]
 
 FORMAT: Final = "dsa-state"
-FORMAT_VERSION: Final = 4
-"""1 and 2 are the layouts of releases 0.2 and 0.3, which `dsa.migrate` reads; 3 was never released."""
+FORMAT_VERSION: Final = 5
+"""1 and 2 are the layouts of releases 0.2 and 0.3, which `dsa.migrate` reads; 3 and 4 were never released."""
 
 METADATA_NAME: Final = "dsa.json"
 _FAILED_NAME: Final = "dsa.failed"
@@ -256,7 +256,7 @@ def _is_table(table: Any) -> bool:  # noqa: ANN401 - JSON is untyped until it ha
         "name": str,
         "k": float | int,
         "steps": int,
-        "second_moment": str,
+        "rule": dict,
         "init_max_norm_fraction": float | int,
     }
     known = all(isinstance(table.get(key), kind) for key, kind in kinds.items())

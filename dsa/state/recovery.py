@@ -24,16 +24,15 @@ import numpy as np
 from dsa.backends import system
 from dsa.backends.base import InPlace, StateBackend
 from dsa.errors import StateCorruptError, StateError, StateWarning, notify
-from dsa.rules.init import from_json
-from dsa.rules.manifolds import curvature_from_json
 from dsa.schema import Rows
 from dsa.state.creation import make_table, start
+from dsa.state.facts import stored_facts, unreadable_table
 from dsa.state.holding import HeldDirectory, file_numbers
 from dsa.state.journal import Journal
 from dsa.state.journal_format import Entry
 from dsa.state.journal_salvage import salvage_journal
 from dsa.state.matching import match_names, match_stored_table, warn_of_curvature
-from dsa.state.metadata import METADATA_NAME, Metadata, mark_failed, read_metadata, write_metadata
+from dsa.state.metadata import Metadata, mark_failed, read_metadata, write_metadata
 from dsa.state.progress import Progress
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Storage, TableSpec
@@ -383,7 +382,7 @@ def survey(table: Table, durable_step: int, advance: Callable[[int], object] = l
     torn: list[Rows] = []
     newest = unsure = 0
     for first, records in table.backend.scan(0, len(table)):
-        broken = implausible_rows(records) | outside_rows(records, table.k)
+        broken = implausible_rows(records, table.rule) | outside_rows(records, table.k)
         broken |= lost_rows(records, table.initializer is not None)
         stamps = records["s"][~broken]
         torn.append(first + np.flatnonzero(broken))
@@ -403,27 +402,11 @@ def make_anew(path: Path, tables: Sequence[Table], storage: Storage) -> None:
 
 
 def _open_table(path: Path, name: str, stored: dict[str, Any], storage: Storage) -> Table:
+    facts = stored_facts(path, stored)
     try:
-        fraction, steps, second_moment = (
-            stored["init_max_norm_fraction"],
-            stored["steps"],
-            stored["second_moment"],
-        )
-        return Table(
-            name,
-            open_backend(path, name, stored, storage),
-            None if stored["init"] is None else from_json(stored["init"]),
-            str(second_moment),
-            float(fraction),
-            curvature_from_json(stored["k"]),
-            int(steps),
-            generation=stored.get("generation", 0),
-            awaited=stored.get("weights"),
-        )
+        backend = open_backend(path, name, stored, storage)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, StateError):
             raise
-        raise StateCorruptError(
-            f"the description of table {name!r} in {str(path)!r} can't be read ({error!r}): restore "
-            f"{METADATA_NAME} from a copy"
-        ) from error
+        raise unreadable_table(path, name, error) from error
+    return Table(facts, backend, generation=stored.get("generation", 0), awaited=stored.get("weights"))

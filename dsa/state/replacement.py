@@ -75,9 +75,9 @@ def _recurved(table: Table, k: float, mapping: CurvatureMap, reset_moments: bool
     old, new = table.space, manifold_of(k)
 
     def recurved(first: int, records: Records) -> Records:
-        return recurve(records, old, new, table.second_moment, mapping, reset_moments)
+        return recurve(records, old, new, table.rule, mapping, reset_moments)
 
-    return replace(transformed(table, recurved), k=k)
+    return replace(transformed(table, recurved), facts=replace(table.facts, k=k))
 
 
 def replace_weights(state: StateDirectory, table: Table, source: FromArray) -> None:

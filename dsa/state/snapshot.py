@@ -19,7 +19,7 @@ import numpy as np
 from dsa.backends.overlay import lay_over
 from dsa.errors import StateClosedError
 from dsa.kernels.row_index import RowIndex
-from dsa.schema import Records, Rows, Schema, adam_schema
+from dsa.schema import Records, Rows, Schema
 from dsa.state.content import StateContent, TableContent, recast
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table, fill_untouched
@@ -194,19 +194,11 @@ class Snapshot:
         self.close()
 
     def _describe(self, table: Table) -> TableContent:
-        stored = table.backend.schema
         held = table.held is not None
         return TableContent(
-            table.name,
-            len(table),
-            _with_weights(stored) if held else stored,
+            replace(table.facts, schema=_with_weights(table)) if held else table.facts,
             lambda: self._blocks(table),
-            table.k,
-            table.steps,
-            table.second_moment,
-            table.init_max_norm_fraction,
-            table.initializer,
-            stored if held else None,
+            table.facts.schema if held else None,
             lambda: _touched_share(table),
         )
 
@@ -241,12 +233,11 @@ def _joined(table: Table, rows: Rows, records: Records) -> Records:
     """Return records with their weights, wherever these are."""
     if table.held is None:
         return fill_untouched(table, rows, records)
-    whole = recast(records, _with_weights(table.backend.schema))
+    whole = recast(records, _with_weights(table))
     whole["w"] = table.held.take(rows)
     return whole
 
 
-def _with_weights(stored: Schema) -> Schema:
-    """Return the schema of records as they are stored, with the weights in front."""
-    (second,) = (field.per for field in stored.fields if field.name == "v")
-    return adam_schema(stored.dim, second_moment_per=second)
+def _with_weights(table: Table) -> Schema:
+    """Return the schema of a table's records with the weights in front."""
+    return table.rule.schema(table.dim)

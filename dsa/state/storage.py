@@ -9,10 +9,21 @@ from dsa.backends.base import Layout
 from dsa.backends.layouts import BUILT_IN, Memmap
 from dsa.backends.mapping import Allocate
 from dsa.rules.init import FromArray, Initializer
+from dsa.rules.updates import AnyRule
 from dsa.schema import Schema
+from dsa.state.facts import TableFacts
 from dsa.state.metadata import DURABILITIES, require_kind
 
-__all__ = ["Durability", "Queue", "Storage", "StorageChoice", "TableSpec", "as_layout", "is_part_of"]
+__all__ = [
+    "Durability",
+    "Queue",
+    "Storage",
+    "StorageChoice",
+    "TableSpec",
+    "as_layout",
+    "is_part_of",
+    "table_spec",
+]
 
 Durability = Literal["process", "power", "none"]
 
@@ -23,20 +34,49 @@ class TableSpec:
     """A table as the caller asks for it.
 
     Args:
-        name: Any non-empty string.
-        schema: Layout of a record.
+        facts: What it is to be.
         source: The rule or the array that gives the first weights.
-        k: Curvature magnitude.
-        second_moment: The meaning of ``v``.
-        init_max_norm_fraction: See `dsa.state.table.Table`.
     """
 
-    name: str
-    schema: Schema
+    facts: TableFacts
     source: Initializer | FromArray
-    k: float
-    second_moment: str
-    init_max_norm_fraction: float
+
+    @property
+    def name(self) -> str:
+        """The user's name for it."""
+        return self.facts.name
+
+    @property
+    def schema(self) -> Schema:
+        """The layout of a record."""
+        return self.facts.schema
+
+
+def table_spec(
+    name: str,
+    source: Initializer | FromArray,
+    rule: AnyRule,
+    *,
+    k: float = 0.0,
+    init_max_norm_fraction: float = 1.0,
+    weights: bool = True,
+) -> TableSpec:
+    """Return what is asked for a table by its first weights and its update rule.
+
+    Args:
+        name: Any string that is not empty.
+        source: The rule or the array that gives the first weights.
+        rule: The update rule.
+        k: Curvature magnitude.
+        init_max_norm_fraction: See `dsa.state.facts.TableFacts`.
+        weights: Whether the weights are part of the records, or stay with a parameter in memory.
+
+    Raises:
+        ValueError: the update rule does not work in the space, or a record would be too large.
+    """
+    schema = rule.schema(source.dim, weights=weights)
+    lazy = source if weights and isinstance(source, Initializer) else None
+    return TableSpec(TableFacts(name, source.rows, schema, rule, k, 0, lazy, init_max_norm_fraction), source)
 
 
 @final

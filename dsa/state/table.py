@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 from dsa.backends.base import InPlace, StateBackend
 from dsa.backends.writer import WriteBehind
 from dsa.errors import CorruptRowError
-from dsa.kernels.checks import describe_fault, first_implausible
 from dsa.kernels.layout import Words, word_layout
+from dsa.kernels.plausible import describe_fault, first_implausible
 from dsa.kernels.threads import run_slices
 from dsa.kernels.visiting import FRESH, UNUSABLE, USABLE, copy_weights
 from dsa.rules.init import Initializer
 from dsa.rules.manifolds import Manifold, manifold_of
+from dsa.rules.updates import AnyRule
 from dsa.schema import TORN, Records, Rows
 from dsa.state.content import TableContent
+from dsa.state.facts import TableFacts, describe_facts
 
 __all__ = [
     "HeldWeights",
@@ -70,14 +72,8 @@ class Table:
     """A table that is open.
 
     Args:
-        name: The user's name for it.
+        facts: What it is; replaced as a whole when something of it changes.
         backend: Where its records are.
-        initializer: The rule for rows that were never written, or None when every row was written at
-            creation.
-        second_moment: The meaning of ``v``: ``"coordinate"``, ``"frame"`` or ``"row"``.
-        init_max_norm_fraction: Largest norm of a fresh row on the ball, as a fraction of its radius.
-        k: Curvature magnitude; the space has curvature -k.
-        steps: Optimizer steps in which the table took part.
         writer: The write queue when `backend` is one, else None.
         rows_read: Rows read since the table was opened.
         rows_written: Rows handed to the backend since then.
@@ -88,13 +84,8 @@ class Table:
         mapped: The backend, when a step may change its records where they are.
     """
 
-    name: str
+    facts: TableFacts
     backend: StateBackend
-    initializer: Initializer | None
-    second_moment: str
-    init_max_norm_fraction: float
-    k: float
-    steps: int = 0
     writer: WriteBehind | None = None
     rows_read: int = 0
     rows_written: int = 0
@@ -110,14 +101,43 @@ class Table:
         return len(self.backend)
 
     @property
+    def name(self) -> str:
+        """The user's name for it."""
+        return self.facts.name
+
+    @property
     def dim(self) -> int:
         """Elements of a row."""
-        return self.backend.schema.dim
+        return self.facts.schema.dim
+
+    @property
+    def rule(self) -> AnyRule:
+        """The update rule whose fields the records hold."""
+        return self.facts.rule
+
+    @property
+    def k(self) -> float:
+        """Curvature magnitude; the space has curvature -k."""
+        return self.facts.k
+
+    @property
+    def initializer(self) -> Initializer | None:
+        """The rule for rows that were never written, see `TableFacts`."""
+        return self.facts.initializer
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in which the table took part."""
+        return self.facts.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        if steps != self.facts.steps:
+            self.facts = replace(self.facts, steps=steps)
 
     def take_over(self, other: Table) -> None:
-        """Become another table, but for the name and the weights in memory; counts of use are added up."""
-        for name in ("backend", "initializer", "second_moment", "init_max_norm_fraction", "k", "steps"):
-            setattr(self, name, getattr(other, name))
+        """Become another table of this name, but for the weights in memory; counts of use are added up."""
+        self.facts, self.backend = other.facts, other.backend
         self.writer, self.generation, self.mapped = other.writer, other.generation, other.mapped
         self.rows_written += other.rows_written
 
@@ -161,7 +181,7 @@ def fill_untouched(table: Table, rows: Rows, records: Records) -> Records:
     if len(untouched):
         table.initializer.fill(rows[untouched], records["w"], untouched)
         if table.k > 0.0:
-            limit = table.init_max_norm_fraction / math.sqrt(table.k)
+            limit = table.facts.init_max_norm_fraction / math.sqrt(table.k)
             records["w"][untouched] = clip_norms(records["w"][untouched], limit)
     return records
 
@@ -216,7 +236,7 @@ def _extract_weights(table: Table, rows: Rows, weights: Weights) -> None:
 
     def read(start: int, stop: int) -> None:
         records = read_records(table, rows[start:stop])
-        position = first_implausible(records)
+        position = first_implausible(records, table.rule.non_negative)
         if position >= 0:
             raise corrupt_row(table, rows[start:stop], records, position)
         weights[start:stop] = records["w"]
@@ -241,16 +261,16 @@ def corrupt_row(table: Table, rows: Rows, records: Records, position: int) -> Co
     """Return the error that explains an implausible record."""
     return CorruptRowError(
         f"row {int(rows[position])} of table {table.name!r} can't be used: "
-        f"{describe_fault(records, position)}; restore the table from a checkpoint or copy, or call "
-        f"reproject_all({table.name!r}), which resets such rows"
+        f"{describe_fault(records, position, table.rule.non_negative)}; restore the table from a "
+        f"checkpoint or copy, or call reproject_all({table.name!r}), which resets such rows"
     )
 
 
-def implausible_rows(records: Records) -> NDArray[np.bool_]:
-    """Tell which records hold implausible values, ``(B,)`` bool."""
+def implausible_rows(records: Records, rule: AnyRule) -> NDArray[np.bool_]:
+    """Tell which records of an update rule hold implausible values, ``(B,)`` bool."""
     broken = np.zeros(len(records), dtype=np.bool_)
     start = 0
-    while (position := first_implausible(records[start:])) >= 0:
+    while (position := first_implausible(records[start:], rule.non_negative)) >= 0:
         start += position + 1
         broken[start - 1] = True
     return broken
@@ -278,7 +298,7 @@ def lost_rows(records: Records, ruled: bool) -> NDArray[np.bool_]:
 
 def require_plausible(table: Table, first: int, records: Records) -> None:
     """Raise `CorruptRowError` when one of the records of the rows from `first` on is implausible."""
-    position = first_implausible(records)
+    position = first_implausible(records, table.rule.non_negative)
     if position >= 0:
         raise corrupt_row(table, np.arange(first, first + len(records)), records, position)
 
@@ -307,12 +327,7 @@ def describe_table(table: Table, *, closing: bool = False) -> dict[str, Any]:
         held = table.held.fingerprint()
     return {
         **({} if "w" in table.backend.schema.names else {"weights": held}),
-        "name": table.name,
-        "k": table.k,
-        "steps": table.steps,
-        "second_moment": table.second_moment,
-        "init_max_norm_fraction": table.init_max_norm_fraction,
-        "init": None if table.initializer is None else table.initializer.to_json(),
+        **describe_facts(table.facts),
         "generation": table.generation,
         "backend": table.backend.describe(),
     }
@@ -321,14 +336,4 @@ def describe_table(table: Table, *, closing: bool = False) -> dict[str, Any]:
 def content_of(table: Table) -> TableContent:
     """Return a table as what is copied from one place to another, with the records as they are stored."""
     backend = table.backend
-    return TableContent(
-        table.name,
-        len(table),
-        backend.schema,
-        lambda: backend.scan(0, len(backend)),
-        table.k,
-        table.steps,
-        table.second_moment,
-        table.init_max_norm_fraction,
-        table.initializer,
-    )
+    return TableContent(table.facts, lambda: backend.scan(0, len(backend)))

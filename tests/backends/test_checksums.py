@@ -13,8 +13,8 @@ from dsa.backends.memmap import MemmapBackend, stored_bytes
 from dsa.backends.zarr import ZarrBackend
 from dsa.backends.zarr_group import array_layouts, checksum_layouts
 from dsa.errors import CorruptRowError, StateWarning
-from dsa.kernels.checks import describe_fault, first_implausible
 from dsa.kernels.checksums import factors
+from dsa.kernels.plausible import describe_fault, first_implausible
 from dsa.schema import TORN, Field, Schema, adam_schema
 from dsa.testing import BackendHooks, assert_records_equal, random_records
 
@@ -196,9 +196,9 @@ def test_the_mark_is_implausible_and_says_why(path, kind):
     backend = HOOKS[kind].reopen(path, description)
     found = backend.read(np.arange(5))
     found["w"], found["m"], found["v"], found["t"] = 0, 0, 0, 1
-    assert first_implausible(found) == 2
-    assert "checksum of its record does not match" in describe_fault(found, 2)
-    assert describe_fault(found, 1) == ""
+    assert first_implausible(found, ["v"]) == 2
+    assert "checksum of its record does not match" in describe_fault(found, 2, {})
+    assert describe_fault(found, 1, {"v": "second moment"}) == ""
     backend.close()
 
 

@@ -24,8 +24,10 @@ import zarr
 
 from dsa.backends.shards.layout import block_rows
 from dsa.checkpoint import open_checkpoint, write_checkpoint
+from dsa.rules.adam import ADAM
 from dsa.schema import adam_schema
 from dsa.state.content import StateContent, TableContent
+from dsa.state.facts import TableFacts
 
 FIELDS = ("w", "m", "v", "t", "s")
 
@@ -44,7 +46,7 @@ def make_content(rows, dim):
             yield start, records[start : start + block]
 
     arrays = {name: np.ascontiguousarray(records[name]) for name in FIELDS}
-    return StateContent((TableContent("table", rows, schema, blocks),)), arrays
+    return StateContent((TableContent(TableFacts("table", rows, schema, ADAM), blocks),)), arrays
 
 
 def zarr_write(arrays, path, template, hashing):

@@ -8,9 +8,11 @@ import numpy as np
 import zarr
 
 from dsa.checkpoint import write_checkpoint
+from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM
 from dsa.rules.init import Normal
 from dsa.schema import adam_schema
 from dsa.state.content import StateContent, TableContent
+from dsa.state.facts import TableFacts
 
 export = functools.partial(write_checkpoint, durable=False)
 """Most tests don't wait for the disk."""
@@ -43,13 +45,15 @@ def sample_table(name="entity", rows=300, dim=8, block=77, records=None, schema=
         for start in range(0, len(records), block):
             yield start, records[start : start + block]
 
-    return TableContent(name, len(records), schema, blocks, **options)
+    stored = options.pop("stored", None)
+    rule = options.pop("rule", ROW_WISE_ADAM if made.get("per") == "row" else ADAM)
+    return TableContent(TableFacts(name, len(records), schema, rule, **options), blocks, stored)
 
 
 def sample_content(step=12):
     """Two tables with everything that a checkpoint keeps about them."""
     entity = sample_table(
-        "entity", rows=301, dim=8, k=1.5, steps=11, second_moment="frame", init_max_norm_fraction=0.25,
+        "entity", rows=301, dim=8, k=1.5, steps=11, rule=FRAME_ADAM, init_max_norm_fraction=0.25,
         initializer=Normal(301, 8, std=0.1, seed=7), touched=0.4,
     )  # fmt: skip
     words = sample_table(
@@ -58,7 +62,6 @@ def sample_content(step=12):
         dim=3,
         seed=1,
         per="row",
-        second_moment="row",
         stored=adam_schema(3, weights=False),
     )
     return StateContent((entity, words), step, identity="d41d8cd9")
@@ -80,14 +83,7 @@ def described(content):
     """Everything but the records."""
     tables = [
         (
-            t.name,
-            t.rows,
-            t.schema,
-            t.k,
-            t.steps,
-            t.second_moment,
-            t.init_max_norm_fraction,
-            t.initializer,
+            t.facts,
             t.stored,
         )
         for t in content.tables

@@ -208,7 +208,7 @@ def test_imports_that_do_not_fit(tmp_path):
         optimizer.export_checkpoint(tmp_path / "ckpt")
     cases = [
         ({"rows": {"entity": 2_999, "relation": 50}}, "3000 x 8 in the checkpoint but 2999 x 8 here"),
-        ({"second_moment": "row"}, "moments would be misread"),
+        ({"second_moment": "row"}, "fields would be misread"),
     ]
     for number, (options, message) in enumerate(cases):
         with make(tmp_path / f"other{number}", **options) as other:

@@ -98,7 +98,7 @@ def test_without_verification_a_flipped_bit_may_pass_but_never_as_a_crash(checkp
 def test_a_changed_number_in_the_description_is_noticed(checkpoint):
     expected = read(checkpoint)
     for change in (
-        {"k": 2.0}, {"steps": 4}, {"second_moment": "frame"}, {"touched_rows": 1}, {"kind": "poincare"},
+        {"k": 2.0}, {"steps": 4}, {"rule": {"name": "frame_adam"}}, {"touched_rows": 1}, {"kind": "poincare"},
         {"init_max_norm_fraction": 0.75}, {"initializer": {"kind": "zeros", "rows": 400, "dim": 8}},
     ):  # fmt: skip
         with edited(checkpoint / "entity/zarr.json") as document:

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_attributes_tell_what_it_is(tmp_path):
     told = root.attrs["dsa"]
     assert (told["format"], told["version"], told["complete"], told["kind"]) == (
         "dsa-checkpoint",
-        3,
+        5,
         True,
         "full",
     )
@@ -62,7 +63,7 @@ def test_attributes_tell_what_it_is(tmp_path):
     expected = {
         "name": "entity", "kind": "poincare", "k": 1.5, "rows": 301, "dim": 8, "touched_rows": touched,
         "steps": 11,
-        "second_moment": "frame", "init_max_norm_fraction": 0.25,
+        "rule": {"name": "frame_adam"}, "init_max_norm_fraction": 0.25,
     }  # fmt: skip
     assert {key: entity[key] for key in expected} == expected
     assert entity["initializer"]["kind"] == "normal"
@@ -256,11 +257,7 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path):
     schema, records = sample_records(50, 4)
 
     def table(pairs):
-        return (
-            StateContent((sample_table(records=records, schema=schema),))
-            .tables[0]
-            .__class__("entity", 50, schema, lambda: iter(pairs))
-        )
+        return replace(sample_table(records=records, schema=schema), blocks=lambda: iter(pairs))
 
     other = adam_schema(5).dtype
     for pairs, message in [

@@ -93,6 +93,8 @@ import threading, time
 import numpy as np
 import dsa.checkpoint
 from dsa.checkpoint import open_checkpoint, write_checkpoint
+from dsa.rules.adam import ADAM
+from dsa.state.facts import TableFacts
 from dsa.state.content import StateContent, TableContent
 from dsa.schema import adam_schema
 
@@ -117,8 +119,8 @@ def blocks():
         records["m"] = records["v"] = records["w"]
         records["s"] = 1
         yield start, records
-content = StateContent((TableContent("entity", rows, schema, blocks),))
-small = TableContent("small", block, schema, lambda: [next(blocks())])
+content = StateContent((TableContent(TableFacts("entity", rows, schema, ADAM), blocks),))
+small = TableContent(TableFacts("small", block, schema, ADAM), lambda: [next(blocks())])
 write_checkpoint(StateContent((small,)), sys.argv[3] + "0")
 open_checkpoint(sys.argv[3] + "0").verify()
 before = resident()

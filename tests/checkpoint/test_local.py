@@ -21,7 +21,9 @@ from dsa.errors import (
     DiskSpaceError,
     StateWarning,
 )
+from dsa.rules.adam import ADAM
 from dsa.state.content import StateContent, TableContent
+from dsa.state.facts import TableFacts
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -65,9 +67,8 @@ def test_a_failed_replacement_keeps_the_old_one(tmp_path, way):
     path = tmp_path / "k"
     export(OLD, path)
     before = files_of(path)
-    broken = TableContent(
-        "entity", 300, NEW.tables[0].schema, lambda: iter([(0, read_all(NEW.tables[0])[:9])])
-    )
+    facts = TableFacts("entity", 300, NEW.tables[0].schema, ADAM)
+    broken = TableContent(facts, lambda: iter([(0, read_all(NEW.tables[0])[:9])]))
     with pytest.raises(ValueError, match="yields 9 of its 300 rows"):
         export(StateContent((broken,)), path, overwrite=True)
     assert files_of(path) == before
@@ -178,7 +179,7 @@ class Interrupting:
 
         self.content = StateContent(
             tuple(
-                TableContent(t.name, t.rows, t.schema, lambda t=t: blocks(t)) for t in content.tables
+                TableContent(t.facts, lambda t=t: blocks(t)) for t in content.tables
             ),
             content.global_step,
         )  # fmt: skip
@@ -254,7 +255,7 @@ def test_an_error_of_the_pipeline_arrives_once(tmp_path):
         yield 100, records[100:].reshape(2, 100)  # no records of one dimension
 
     with pytest.raises(ValueError, match="yields 102 of its 300"):
-        export(StateContent((TableContent("entity", 300, schema, blocks),)), tmp_path / "k")
+        export(StateContent((TableContent(TableFacts("entity", 300, schema, ADAM), blocks),)), tmp_path / "k")
     assert names(tmp_path) == []
 
 
@@ -302,7 +303,7 @@ def test_two_exports_at_once_do_not_disturb_each_other(tmp_path):
         export(OLD, tmp_path / "k")
         yield from NEW.tables[0].blocks()
 
-    slow = StateContent((TableContent("entity", 300, NEW.tables[0].schema, blocks),), 6)
+    slow = StateContent((TableContent(TableFacts("entity", 300, NEW.tables[0].schema, ADAM), blocks),), 6)
     with pytest.raises(CheckpointExistsError, match="already holds the checkpoint of step 5"):
         export(slow, tmp_path / "k")
     assert_same(open_checkpoint(tmp_path / "k").content(), OLD)

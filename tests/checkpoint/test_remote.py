@@ -25,7 +25,9 @@ from dsa.errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
 )
+from dsa.rules.adam import ADAM
 from dsa.state.content import StateContent, TableContent
+from dsa.state.facts import TableFacts
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -137,7 +139,7 @@ def breaking(content, after):
                 raise Broken
             yield each
 
-    tables = (TableContent(t.name, t.rows, t.schema, lambda t=t: blocks(t)) for t in content.tables)
+    tables = (TableContent(t.facts, lambda t=t: blocks(t)) for t in content.tables)
     return StateContent(tuple(tables), content.global_step)
 
 
@@ -191,7 +193,7 @@ def test_an_export_that_meets_another_does_not_complete(memory, monkeypatch):
         yield from NEW.tables[0].blocks()
         files.pipe(f"{memory}/k/zarr.json", b"{}")
 
-    content = StateContent((TableContent("entity", 300, NEW.tables[0].schema, blocks),))
+    content = StateContent((TableContent(TableFacts("entity", 300, NEW.tables[0].schema, ADAM), blocks),))
     with pytest.raises(CheckpointExistsError, match="somebody else has completed"):
         export(content, f"{memory}/k")
     assert files.cat(f"{memory}/k/zarr.json") == b"{}"
@@ -211,7 +213,9 @@ def test_a_store_that_lost_something_is_noticed_before_the_root_is_put(memory, c
             files.pipe(f"{memory}/k/entity/w/c/99/0", b"x")
         yield from OLD.tables[1].blocks()
 
-    content = StateContent((OLD.tables[0], TableContent("word", 300, OLD.tables[1].schema, blocks)))
+    content = StateContent(
+        (OLD.tables[0], TableContent(TableFacts("word", 300, OLD.tables[1].schema, ADAM), blocks))
+    )
     with pytest.raises(CheckpointWriteError, match=r"has .* bytes after it was written with"):
         export(content, f"{memory}/k")
     assert not files.exists(f"{memory}/k/zarr.json")

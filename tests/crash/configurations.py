@@ -25,9 +25,10 @@ from tables import BACKENDS, stored_tables
 
 from dsa import DiskEmbedding, DiskEmbeddingBag, DiskSparseAdam, DiskSparseRiemannianAdam, init
 from dsa.errors import CheckpointMismatchError, StateClosedError
-from dsa.optimizers.arguments import table_spec
+from dsa.rules.adam import adam_rule
 from dsa.state.creation import add_table
 from dsa.state.state_directory import StateDirectory
+from dsa.state.storage import table_spec
 
 __all__ = ["Call", "Configuration", "Opened", "Shape"]
 
@@ -286,7 +287,13 @@ class _Tables(Opened):
         shape = _extra_shape(self.configuration)
         if shape.name not in self.state.tables:
             source = _first_weights(self.configuration, shape)
-            spec = table_spec(shape.name, source, shape.k, self.configuration.second_moment, 0.5)
+            spec = table_spec(
+                shape.name,
+                source,
+                adam_rule(self.configuration.second_moment),
+                k=shape.k,
+                init_max_norm_fraction=0.5,
+            )
             add_table(self.state, spec, self.state.storage)
 
 

@@ -269,7 +269,7 @@ def _verdict(scene: Scene, moment: Moment, optimizer: DiskSparseRiemannianAdam, 
         return "SILENT"
     unknown = 0
     for name in _NAMES:
-        torn = implausible_rows(found[name])
+        torn = implausible_rows(found[name], optimizer._state.tables[name].rule)
         written = np.any([_equal(found[name], each[name]) for each in history], axis=0)
         unknown += int((~torn & ~written & (found[name]["s"] != 0)).sum())
         if torn.any() and not _is_refused(optimizer, name, int(np.flatnonzero(torn)[0])):

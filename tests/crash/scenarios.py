@@ -15,8 +15,9 @@ import numpy as np
 from tables import BACKENDS, stored_tables
 
 from dsa import DiskSparseRiemannianAdam, init
-from dsa.optimizers.arguments import table_spec
+from dsa.rules.adam import adam_rule
 from dsa.state.creation import add_table
+from dsa.state.storage import table_spec
 
 __all__ = ["CHANGING", "ENDURING", "ROWS", "STEPPING", "Op", "Scenario", "over", "steps"]
 
@@ -123,7 +124,8 @@ class Scenario:
                 optimizer.flush()
 
     def _add(self, optimizer: DiskSparseRiemannianAdam, name: str) -> None:
-        spec = table_spec(name, self.source(name, 0), self.curvatures[name], self.second_moment, 0.5)
+        rule, k = adam_rule(self.second_moment), self.curvatures[name]
+        spec = table_spec(name, self.source(name, 0), rule, k=k, init_max_norm_fraction=0.5)
         add_table(optimizer._state, spec, optimizer._state.storage)
 
 

@@ -12,8 +12,10 @@ from story import DIM, ROWS, batch, build
 import dsa
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.errors import CheckpointCorruptError, CheckpointNotFoundError, StateCorruptError
+from dsa.rules.adam import ADAM
 from dsa.schema import adam_schema
 from dsa.state.content import StateContent, TableContent
+from dsa.state.facts import TableFacts
 
 
 def trained(path, steps, **options):
@@ -118,7 +120,7 @@ def test_tables_and_shapes(tmp_path):
     (table,) = dsa.diff(tmp_path / "row", tmp_path / "coordinate").tables
     assert table.facts == {
         "k": (1.0, 0.0),
-        "second_moment": ("row", "coordinate"),
+        "rule": ("row_wise_adam", "adam"),
         "fields": (["v float32 per row"], ["v float32 per element"]),
     }
     assert (table.compared, table.rows, table.same) == (11, 0, False)
@@ -139,7 +141,7 @@ def test_blocks_need_not_agree(tmp_path, monkeypatch):
             for start in range(0, 101, cut):
                 yield start, values[start : start + cut]
 
-        return StateContent((TableContent("x", 101, schema, blocks),))
+        return StateContent((TableContent(TableFacts("x", 101, schema, ADAM), blocks),))
 
     from dsa.checkpoint import write_checkpoint
 

@@ -64,7 +64,7 @@ def test_no_description(path):
         ("{}", "can't be read"),
         ('{"content": {"format": "zip"}, "crc32": "0"}', "was not written by dsa"),
         ('{"content": {"format": "dsa-state", "version": 99}, "crc32": "0"}', "format version 99"),
-        ('{"content": {"format": "dsa-state", "version": 4}, "crc32": "0"}', "does not match its checksum"),
+        ('{"content": {"format": "dsa-state", "version": 5}, "crc32": "0"}', "does not match its checksum"),
     ],
 )
 def test_a_damaged_description(path, text, match):

@@ -11,8 +11,10 @@ from dsa import init
 from dsa.inspection import summarize
 from dsa.inspection.render import histogram_lines, print_summary, render
 from dsa.inspection.sketch import Histogram
+from dsa.rules.adam import ADAM
 from dsa.schema import adam_schema
 from dsa.state.content import StateContent, TableContent
+from dsa.state.facts import TableFacts
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -27,10 +29,10 @@ def test_what_a_report_says(path, summary):
     assert text.startswith(f"{path}  closed, step 3, ")
     lines = text.splitlines()
     assert lines[2].split() == [
-        "table", "rows", "dim", "k", "second", "moment", "steps", "touched", "on", "disk", "logical",
+        "table", "rows", "dim", "k", "rule", "steps", "touched", "on", "disk", "logical",
     ]  # fmt: skip
     touched = summary.tables[0].touched_rows
-    assert lines[3].split()[:7] == ["entity", "300", "4", "1", "coordinate", "3", str(touched)]
+    assert lines[3].split()[:7] == ["entity", "300", "4", "1", "adam", "3", str(touched)]
     assert lines[4].split()[:3] == ["flat", "40", "3"]
     for title in ("updates per row", "distance from the centre", "norm of the weight", "first moment"):
         assert title in text
@@ -95,7 +97,9 @@ def test_a_terminal_gets_colours(summary, monkeypatch):
 
 def table_of(records, **options):
     schema = adam_schema(2)
-    return TableContent("entity\n[red]", len(records), schema, lambda: iter([(0, records)]), **options)
+    return TableContent(
+        TableFacts("entity\n[red]", len(records), schema, ADAM, **options), lambda: iter([(0, records)])
+    )
 
 
 def test_damage_and_the_edge_are_told():

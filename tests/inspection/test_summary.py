@@ -13,9 +13,11 @@ from small_states import TABLES, build, content, train
 from dsa import init
 from dsa.errors import StateNotFoundError
 from dsa.inspection import open_state, summarize, summarize_table
+from dsa.rules.adam import ADAM
 from dsa.rules.manifolds import BALL_EPS, PoincareBall
 from dsa.schema import Field, Schema, adam_schema
 from dsa.state.content import StateContent, TableContent
+from dsa.state.facts import TableFacts
 
 HURTS = np.array(
     [0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 1, 0x80000000, 0x80000001, 0x3F800000, 0],
@@ -51,7 +53,7 @@ def tables(draw):
         words[hit] = random.choice(HURTS, words.shape)[hit]
     cuts = sorted({0, rows, *draw(st.lists(st.integers(0, rows), max_size=3))})
     blocks = [(start, records[start:stop].copy()) for start, stop in itertools.pairwise(cuts)]
-    return TableContent("entity", rows, schema, lambda: iter(blocks), k=k, steps=9), records
+    return TableContent(TableFacts("entity", rows, schema, ADAM, k, 9), lambda: iter(blocks)), records
 
 
 def as_matrix(values):
@@ -122,7 +124,7 @@ def test_distances_on_a_ball(k, seed):
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     parts = np.append(random.uniform(0.0, 0.99, 40), np.full(10, 1.0 - BALL_EPS))
     records["w"] = directions * (parts / math.sqrt(k))[:, None]
-    table = TableContent("entity", 50, schema, lambda: iter([(0, records)]), k=k)
+    table = TableContent(TableFacts("entity", 50, schema, ADAM, k), lambda: iter([(0, records)]))
     (summary,) = summarize(StateContent((table,))).tables
     assert summary.rows_at_clamp == 10
     points = ball.project(records["w"].astype(np.float64))[0]
@@ -188,7 +190,9 @@ def test_blocks_that_hold_other_fields():
     ):
         records = np.zeros(5, schema.dtype)
         records["w"] = 1.0
-        content = TableContent("entity", 5, schema, lambda records=records: iter([(0, records)]))
+        content = TableContent(
+            TableFacts("entity", 5, schema, ADAM), lambda records=records: iter([(0, records)])
+        )
         (table,) = summarize(StateContent((content,))).tables
         assert table.touched_rows == 5
         assert table.weight_norms.count == 5

@@ -9,6 +9,7 @@ from current_files import table_file
 
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.errors import StateWarning
+from dsa.rules.adam import adam_rule
 from dsa.rules.curvature import map_weights, recurve
 from dsa.rules.manifolds import BALL_EPS, manifold_of
 from dsa.schema import adam_schema
@@ -83,7 +84,7 @@ def test_moments_are_those_that_the_new_curvature_would_have_gathered(tmp_path, 
 def test_moments_scale_as_covectors(old, new, mode, mapping):
     per = "row" if mode == "row" else "element"
     before = records_at(points(0.3), per=per)
-    after = recurve(before, manifold_of(old), manifold_of(new), mode, mapping, False)
+    after = recurve(before, manifold_of(old), manifold_of(new), adam_rule(mode), mapping, False)
     there, here = (before["w"].astype(np.float64), after["w"].astype(np.float64))
     ratio = (manifold_of(old).scale(there) / manifold_of(new).scale(here)) ** 2
     np.testing.assert_allclose(after["m"], before["m"] * ratio, rtol=1e-5)
@@ -143,7 +144,7 @@ def test_log0_between_a_ball_and_flat_space(k):
 def test_recurve_leaves_its_input():
     before = records_at(points(0.3))
     copy = before.copy()
-    recurve(before, manifold_of(1.0), manifold_of(4.0), "coordinate", "clip", True)
+    recurve(before, manifold_of(1.0), manifold_of(4.0), adam_rule("coordinate"), "clip", True)
     assert before.tobytes() == copy.tobytes()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sampling import at_radius, fresh_records, off_by_ulps
 
+from dsa.rules.adam import adam_rule
 from dsa.rules.curvature import map_weights, recurve
 from dsa.rules.manifolds import BALL_EPS, manifold_of
 
@@ -36,7 +37,7 @@ def test_rescaled_moments_equal_moments_accumulated_under_the_new_curvature(mode
     gradients = rng.normal(size=(30, 12, 5))
     records["m"], records["v"] = accumulated(weights, gradients, manifold_of(old), mode)
     records["t"] = 30
-    changed = recurve(records, manifold_of(old), manifold_of(new), mode, "clip", False)
+    changed = recurve(records, manifold_of(old), manifold_of(new), adam_rule(mode), "clip", False)
     m, v = accumulated(weights, gradients, manifold_of(new), mode)
     np.testing.assert_array_equal(changed["w"], records["w"])
     assert off_by_ulps(changed["m"], m) <= 1.5
@@ -66,7 +67,7 @@ def test_reset_clears_moments_and_counters_only():
     records = fresh_records(at_radius(np.random.default_rng(3), 4, 3, 0.3, 1.0))
     records["m"], records["v"], records["t"], records["s"] = 1.0, 2.0, 3, 4
     before = records.copy()
-    changed = recurve(records, manifold_of(1.0), manifold_of(0.5), "coordinate", "clip", True)
+    changed = recurve(records, manifold_of(1.0), manifold_of(0.5), adam_rule("coordinate"), "clip", True)
     for name in ("m", "v", "t"):
         assert not changed[name].any()
     np.testing.assert_array_equal(changed["w"], before["w"])

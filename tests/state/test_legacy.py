@@ -21,6 +21,7 @@ from dsa.errors import (
     StateMismatchError,
     StateNotFoundError,
 )
+from dsa.rules.adam import ADAM
 from dsa.schema import adam_schema
 from dsa.state.legacy import find_legacy, read_legacy
 
@@ -117,9 +118,9 @@ def test_everything_is_read_back(kind, tmp_path):
     for table in content.tables:
         rows, dim = SHAPES[table.name]
         assert (table.rows, table.schema) == (rows, adam_schema(dim))
-        assert (table.k, table.second_moment, table.init_max_norm_fraction) == (CURVATURE, "coordinate", 0.5)
-        assert table.steps == (STEP if kept else 0)
-        assert table.initializer is None
+        assert (table.k, table.rule, table.facts.init_max_norm_fraction) == (CURVATURE, ADAM, 0.5)
+        assert table.facts.steps == (STEP if kept else 0)
+        assert table.facts.initializer is None
         assert table.stored is None
         found = records(table)
         for field in "wmvt":

@@ -326,9 +326,11 @@ def test_other_tables(path, tables, match):
         build(path, tables, resume=True)
 
 
-@pytest.mark.parametrize("asked", ["frame", "row"])
-def test_another_second_moment(path, asked):
-    match = f"stored with second_moment='coordinate' .* but second_moment='{asked}' .* is asked for"
+@pytest.mark.parametrize(("asked", "name"), [("frame", "frame_adam"), ("row", "row_wise_adam")])
+def test_another_second_moment(path, asked, name):
+    match = (
+        f"stored with the update rule 'adam' .* but '{name}' .second_moment='{asked}'. with .* is asked for"
+    )
     refuse(path, StateMismatchError, match, second_moment=asked)
 
 

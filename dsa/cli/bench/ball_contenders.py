@@ -15,9 +15,9 @@ from dsa.cli.bench.batches import Batch
 from dsa.cli.bench.options import BETA1, BETA2, EPS, LR
 from dsa.kernels.poincare import riemannian_adam_step
 from dsa.kernels.threads import run_slices, thread_limit
+from dsa.rules.adam import adam_rule
 from dsa.rules.conventions import AdamOptions, SecondMoment, VTransport
 from dsa.rules.init import Uniform
-from dsa.schema import adam_schema
 
 __all__ = ["Geoopt", "KernelAlone", "load_geoopt", "start_in_ball"]
 
@@ -114,7 +114,7 @@ class KernelAlone:
     ) -> None:
         self.key, self.what = key, what
         self._options = AdamOptions(LR, second_moment=second_moment, v_transport=v_transport)
-        self._schema = adam_schema(dim, second_moment_per="row" if second_moment == "row" else "element")
+        self._schema = adam_rule(second_moment).schema(dim)
         self._records = np.empty(0, self._schema.dtype)
 
     def prepare(self, batch: Batch) -> None:

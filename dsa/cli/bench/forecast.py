@@ -12,8 +12,8 @@ from typing import Final, final
 from dsa.backends import Layout, Memmap
 from dsa.backends.system import PAGE
 from dsa.cli.bench.device import DeviceSpeed, measure_device
+from dsa.rules.adam import adam_rule
 from dsa.rules.conventions import SecondMoment
-from dsa.schema import adam_schema
 
 __all__ = ["BATCHES", "Forecast", "forecast"]
 
@@ -77,8 +77,8 @@ def forecast(
 
 
 def _pages_per_row(dim: int, second_moment: SecondMoment, backend: Layout | None) -> float:
-    schema = adam_schema(dim, second_moment_per="row" if second_moment == "row" else "element")
     layout = Memmap() if backend is None else backend
+    schema = adam_rule(second_moment).schema(dim)
     return sum(_pages(size, distance) for size, distance in layout.sizes(1, schema).pieces)
 
 

@@ -12,6 +12,9 @@ from dsa.inspection import Spread, TableSummary, TableView, summarize_table
 from dsa.inspection.plots.sampling import touched_rows
 from dsa.inspection.plots.style import COLOURS, GREY, INK, axes_for, log_ticks, quiet
 from dsa.inspection.sketch import Sketch, count_scale, norm_scale
+from dsa.rules.adam import AdamRule
+from dsa.rules.updates import label_of
+from dsa.schema import read_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -217,15 +220,20 @@ def _moments(
     name = ""
     if isinstance(source, TableView):
         name = source.name
+        if not {"m", "v", "t"} <= set(source.fields):
+            raise ValueError(
+                f"table {name!r} has the update rule {label_of(source.rule)}, which keeps no "
+                "first and second moments: pass another table"
+            )
         rows = touched_rows(source, _MOST_ROWS, "t")
         records = source.read(rows)
-        m, v, counts = records["m"], records["v"], records["t"]
-        if source.k > 0.0 and source.second_moment != "coordinate":
+        m, v, counts = read_numbers(records, "m"), read_numbers(records, "v"), records["t"]
+        if source.k > 0.0 and isinstance(source.rule, AdamRule) and source.rule.second_moment != "coordinate":
             # There `v` is of gradients in hyperbolic units (see dsa.kernels.poincare), `m` in coordinates.
             weights = np.asarray(source.weights(rows), np.float64)
             scale = 2.0 / (1.0 - source.k * np.sum(np.square(weights), axis=1))
             m = m * scale[:, None]
-            v = v / m.shape[1] if source.second_moment == "row" else v
+            v = v / m.shape[1] if v.ndim == 1 else v
     else:
         m = np.asarray(source)
     if v is None:

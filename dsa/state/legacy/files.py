@@ -14,9 +14,11 @@ from typing import BinaryIO, Final, final
 import numpy as np
 
 from dsa.errors import StateCorruptError
-from dsa.kernels.checks import describe_fault, first_implausible
-from dsa.schema import Records, Schema, adam_schema
+from dsa.kernels.plausible import describe_fault, first_implausible
+from dsa.rules.adam import ADAM
+from dsa.schema import Records, Schema
 from dsa.state.content import TableContent
+from dsa.state.facts import TableFacts
 
 __all__ = [
     "FIELDS",
@@ -144,13 +146,14 @@ def table_content(
     for key, file in files.items():
         _check_size(file, shape, 4 * rows * (1 if key == "t" else dim))
     try:
-        schema = adam_schema(dim)
+        schema = ADAM.schema(dim)
     except ValueError as error:
         raise StateCorruptError(
             f"table {name!r} has the shape {shape} ({error}): restore its description from a copy"
         ) from error
     kept = {key: files[key] for key in (("w",) if reset else FIELDS)}
-    return TableContent(name, rows, schema, partial(_stream, name, rows, schema, kept), k=k, steps=steps)
+    facts = TableFacts(name, rows, schema, ADAM, k, steps)
+    return TableContent(facts, partial(_stream, name, rows, schema, kept))
 
 
 def _check_size(file: Path, shape: Shape, expected: int) -> None:
@@ -188,10 +191,10 @@ def _fill(records: Records, key: str, source: BinaryIO, file: Path) -> None:
 
 
 def _require_plausible(name: str, first: int, records: Records, files: Files) -> None:
-    position = first_implausible(records)
+    position = first_implausible(records, ADAM.non_negative)
     if position >= 0:
         raise StateCorruptError(
             f"row {first + position} of table {name!r} in {str(files['w'].parent)!r} can't be used: "
-            f"{describe_fault(records, position)}; restore its files from a copy, or overwrite that row in "
-            "each of them, such as with zeros"
+            f"{describe_fault(records, position, ADAM.non_negative)}; restore its files from a copy, or "
+            "overwrite that row in each of them, such as with zeros"
         )

@@ -1,0 +1,129 @@
+"""Adam as update rules, one for each meaning of the second moment; the arithmetic is in `dsa.kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsa.kernels.adam import adam_pass, row_wise_adam_pass
+from dsa.kernels.constants import step_constants
+from dsa.kernels.poincare import ball_constants, ball_pass, row_wise_ball_pass
+from dsa.kernels.visiting import Pass
+from dsa.rules.conventions import AdamOptions, SecondMoment
+from dsa.rules.manifolds import Manifold
+from dsa.schema import Records, Schema, adam_schema, read_numbers, store_numbers
+
+__all__ = ["ADAM", "FRAME_ADAM", "ROW_WISE_ADAM", "AdamRule", "adam_rule"]
+
+Doubles = NDArray[np.float64]
+_NON_NEGATIVE: Final[Mapping[str, str]] = MappingProxyType({"v": "second moment"})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AdamRule:
+    """Adam, in flat space and on a ball; see `dsa.rules.updates.UpdateRule`.
+
+    Args:
+        name: Its name.
+        second_moment: The meaning of ``v``, see `AdamOptions`.
+
+    Example:
+        >>> ADAM.schema(dim=2).names, ROW_WISE_ADAM.choice
+        (('w', 'm', 'v', 't', 's'), "second_moment='row'")
+    """
+
+    name: str
+    second_moment: SecondMoment
+
+    @property
+    def choice(self) -> str:
+        """The argument that chooses it."""
+        return f"second_moment={self.second_moment!r}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """None: the name says it all."""
+        return {}
+
+    @property
+    def curved(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def non_negative(self) -> Mapping[str, str]:
+        """``v``, the second moment."""
+        return _NON_NEGATIVE
+
+    def with_options(self, options: Mapping[str, Any]) -> AdamRule:
+        """Return the rule itself.
+
+        Raises:
+            ValueError: there are options.
+        """
+        if options:
+            raise ValueError(
+                f"the update rule {self.name!r} has no options {sorted(options)}: restore the description "
+                "from a copy"
+            )
+        return self
+
+    def schema(self, dim: int, *, weights: bool = True) -> Schema:
+        """Return the fields of a record, ``w m v t s``; see `dsa.schema.adam_schema`."""
+        per_row = self.second_moment == "row"
+        return adam_schema(dim, second_moment_per="row" if per_row else "element", weights=weights)
+
+    def pass_for(self, options: AdamOptions, *, k: float, stamp: int, step: int) -> tuple[Pass, Any]:
+        """Return the pass of one step; whatever second moment the options name, it is the rule's."""
+        if options.second_moment != self.second_moment:
+            options = replace(options, second_moment=self.second_moment)
+        row_wise = self.second_moment == "row"
+        if k == 0.0:
+            return row_wise_adam_pass if row_wise else adam_pass, step_constants(options, stamp, step)
+        return row_wise_ball_pass if row_wise else ball_pass, ball_constants(options, k, stamp, step)
+
+    def rescale(self, records: Records, ratio: Doubles, old: Manifold, new: Manifold) -> None:
+        """Multiply the moments: the first by the ratio, the second by the power of it that its mode holds."""
+        m, v = read_numbers(records, "m"), read_numbers(records, "v").astype(np.float64)
+        dim = m.shape[1]
+        store_numbers(records, "m", m * ratio)
+        store_numbers(records, "v", _rescaled(v, ratio, old, new, self.second_moment, dim))
+
+
+def _rescaled(v: Doubles, ratio: Doubles, old: Manifold, new: Manifold, mode: str, dim: int) -> Doubles:
+    if mode == "frame":
+        return v * ratio
+    if mode == "coordinate":
+        return v * ratio * ratio
+    # One number per row: a sum over the elements on the ball, their mean in flat space.
+    mean_to_sum = (dim if old.k == 0.0 else 1.0) / (dim if new.k == 0.0 else 1.0)
+    return v * ratio[:, 0] * mean_to_sum
+
+
+ADAM: Final = AdamRule("adam", "coordinate")
+FRAME_ADAM: Final = AdamRule("frame_adam", "frame")
+ROW_WISE_ADAM: Final = AdamRule("row_wise_adam", "row")
+_BY_SECOND_MOMENT: Final = (ADAM, FRAME_ADAM, ROW_WISE_ADAM)
+
+
+def adam_rule(second_moment: str) -> AdamRule:
+    """Return the rule that a ``second_moment`` argument chooses.
+
+    Raises:
+        ValueError: there is none.
+
+    Example:
+        >>> adam_rule("row").name
+        'row_wise_adam'
+    """
+    for rule in _BY_SECOND_MOMENT:
+        if rule.second_moment == second_moment:
+            return rule
+    known = tuple(rule.second_moment for rule in _BY_SECOND_MOMENT)
+    raise ValueError(f"second_moment={second_moment!r} is not known: use one of {known}")

@@ -1,0 +1,43 @@
+"""The update rules that there are, and how one is read back from a description."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from dsa.errors import StateMismatchError
+from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM
+from dsa.rules.updates import AnyRule
+
+__all__ = ["RULES", "rule_from_json"]
+
+RULES: Final[tuple[AnyRule, ...]] = (
+    ADAM,
+    FRAME_ADAM,
+    ROW_WISE_ADAM,
+)
+"""One for each name; `UpdateRule.with_options` tells apart those of one name."""
+
+
+def rule_from_json(data: Any) -> AnyRule:  # noqa: ANN401 - JSON is untyped until it has been checked here
+    """Return the rule that a description names.
+
+    Args:
+        data: What `dsa.rules.updates.rule_to_json` made of it.
+
+    Raises:
+        StateMismatchError: this release knows no rule of that name.
+        ValueError: it is no description of a rule.
+
+    Example:
+        >>> rule_from_json({"name": "row_wise_adam"}).schema(dim=2).names
+        ('w', 'm', 'v', 't', 's')
+    """
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+        raise ValueError(f"{data!r} is no update rule: restore the description from a copy")
+    for rule in RULES:
+        if rule.name == data["name"]:
+            return rule.with_options({key: value for key, value in data.items() if key != "name"})
+    raise StateMismatchError(
+        f"the update rule {data['name']!r} is not known here: use one of "
+        f"{', '.join(repr(rule.name) for rule in RULES)}"
+    )
