@@ -7,6 +7,7 @@ counters missing: advice is then not given, reservation writes zeros, and the lo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from dsa.errors import DiskSpaceError
 
@@ -47,6 +48,7 @@ __all__ = [
     "populate",
     "probe_size",
     "read_at",
+    "refused_write_back",
     "reserve",
     "resource",
     "retried",
@@ -65,6 +67,11 @@ PAGE: Final = 4096
 _ZEROS: Final = bytes(1 << 20)
 _POPULATE_WRITE: Final = 23
 """MADV_POPULATE_WRITE of Linux 5.14 and later, which Python has no name for."""
+_WAIT_BEFORE: Final = 1
+"""SYNC_FILE_RANGE_WAIT_BEFORE of Linux."""
+_BEYOND: Final = 1 << 62
+"""Where no file has pages: waiting for those to be written back takes no time."""
+_CAN_NOT_TELL: Final = (errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ESPIPE)
 _PAUSES: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 """Seconds between attempts that the system refuses for a moment; 0.6 together."""
 
@@ -274,6 +281,41 @@ def sync_mapped(mapping: mmap.mmap, path: Path) -> None:
     finally:
         os.close(descriptor)
         mapping.flush()
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        function = ctypes.CDLL(None, use_errno=True).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return cast(Callable[[int, int, int, int], int], function)
+
+
+_SYNC_FILE_RANGE: Final = _find_sync_file_range()
+
+
+def refused_write_back(file: str) -> OSError | None:
+    """Return the error of writing a file's pages back in the background, if it has not been told yet.
+
+    The system keeps such an error for whoever asks first, and for every descriptor that was open when it
+    happened. Nothing is written and nothing is waited for. Where the system can't say (it has to be Linux),
+    or the file can't be opened, that is nothing.
+    """
+    if _SYNC_FILE_RANGE is None:
+        return None
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        refused = _SYNC_FILE_RANGE(descriptor, _BEYOND, 1, _WAIT_BEFORE) != 0
+        code = ctypes.get_errno()
+    finally:
+        os.close(descriptor)
+    return OSError(code, os.strerror(code), file) if refused and code not in _CAN_NOT_TELL else None
 
 
 def boot_identity() -> str:

@@ -99,6 +99,8 @@ def _snapshot(state: StateDirectory) -> Iterator[Snapshot]:
             state.settle()
             snapshot = stack.enter_context(Snapshot(state))
         yield snapshot
+    if state.is_open:
+        state.require_kept()  # or what was read may be older than what was written
 
 
 def import_state(state: StateDirectory, opened: OpenedContent, progress: Progress = False) -> None:

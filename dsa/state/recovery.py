@@ -38,6 +38,7 @@ from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Storage, TableSpec
 from dsa.state.table import Table, content_of, implausible_rows, lost_rows, outside_rows, stamp_of
 from dsa.state.table_files import drain_backend, match_layout, open_backend, stored_layout
+from dsa.state.write_back import look_at
 
 __all__ = [
     "Loss",
@@ -106,6 +107,8 @@ def continue_state(
             f"that trains; `dsa repair {path}` takes what is whole of this one and says what is not"
         )
     with contextlib.ExitStack() as opened:
+        if stored.status == "open" and not stored.failed:
+            _look_back(held, stored)
         tables = open_tables(path, stored, storage)
         for table in tables:
             opened.callback(_close, table)
@@ -129,6 +132,14 @@ def continue_state(
         state = start(held, stored, tables, storage)
         opened.pop_all()
     return state
+
+
+def _look_back(held: HeldDirectory, stored: Metadata) -> None:
+    """Take in what could not be written back of what a process has left, if the system still knows."""
+    error = look_at(held.path, stored.files)
+    if error is not None:
+        with contextlib.suppress(OSError), _noting_failure(held, stored):
+            raise error
 
 
 def _secure_journal(held: HeldDirectory, stored: Metadata) -> None:

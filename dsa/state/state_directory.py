@@ -28,6 +28,7 @@ from dsa.state.storage import Storage
 from dsa.state.table import Table, describe_table
 from dsa.state.table_files import file_of, remove_table_file
 from dsa.state.transactions import Effect, Images, Observer, Transactions
+from dsa.state.write_back import WriteBack, look_at
 
 __all__ = ["StateDirectory", "describe_files"]
 
@@ -62,6 +63,7 @@ class StateDirectory:
         self.resume: bool | None = None
         self.replacements = 0
         self._metadata = metadata
+        self._write_back = WriteBack(held.path)
         # Weakly: a state that is dropped without close has to go at once, with a warning.
         refuse = weakref.WeakMethod(self._refuse)
         self._transactions = Transactions(tables, journal, metadata.global_step, refuse)
@@ -237,7 +239,7 @@ class StateDirectory:
 
         Raises:
             StateClosedError: it was closed, or belongs to another process.
-            StateFailedError: the device has refused to sync.
+            StateFailedError: the device has refused to sync, or what the system wrote back on its own.
             StateMovedError: the directory is not at its path any more.
         """
         if os.getpid() != self.held.process:
@@ -252,6 +254,20 @@ class StateDirectory:
             )
         self._require_sound()
         self.held.check()
+        self._take_in(self._write_back.glance(self._metadata.files))
+
+    def require_kept(self) -> None:
+        """Raise `StateFailedError` if the device has refused something, in the background too.
+
+        Otherwise, what was read before this was called is what was written, and nothing older.
+        """
+        self._require_sound()
+        self._take_in(look_at(self.path, self._metadata.files))
+
+    def _take_in(self, error: OSError | None) -> None:
+        if error is not None:
+            self._refuse(error)
+            self._require_sound()
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
@@ -344,7 +360,7 @@ class StateDirectory:
             )
 
     def _refuse(self, error: OSError) -> None:
-        """Note for good that the device has refused to sync.
+        """Note for good that the device has refused to sync, or to keep what was written back.
 
         Once it has, the system may have dropped what it could not write and call the pages clean; on ext4 the
         extent may never become readable, however often it is written again. No later success means anything.

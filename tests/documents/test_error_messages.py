@@ -65,6 +65,7 @@ DELIBERATE = {
         ("dsa.state.table_files", "table {name} {refusal}"),
     ],
     "what the system or a library says, with its own class": [
+        ("dsa.backends.system", "{code}"),
         ("dsa.checkpoint.exchange", "{code}"),
         ("dsa.checkpoint.remote", "{path}"),
         ("dsa.checkpoint.sources", "{url}"),
