@@ -187,7 +187,8 @@ def _repair(
             opened.callback(_let_go, table)
         steps = [table.steps for table in tables]
         if stored.status == "open" and stored.journal:
-            fault = replay(path, stored, tables, by_stamp=True)
+            same_system = stored.boot == system.boot_identity() and not is_copy(path, stored)
+            fault = replay(path, stored, tables, by_stamp=True, same_system=same_system)
             problems += [f"its journal {fault}"] if fault else []
         losses = _survey(tables, stored, progress)
         newest = max([loss.newest - 1 for loss in losses] + [0])

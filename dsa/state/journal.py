@@ -8,10 +8,10 @@ applying one twice does no harm) and an uncommitted one is ignored. The records 
 `begin` hands out views of the journal's mapped memory, the kernel updates them there, and the tables are
 written from there.
 
-*Before-images*: the step changes the tables where they are, and has noted what each record was before. A slot
-of the header page, which names the entry as applied, closes it. On the next open, an entry that was begun and
-not closed is undone, and a closed one is of no interest. An image is noted by its row: all rows are -1 when
-the entry begins, and become the row's number when its image is whole, before the record changes
+*Before-images*: the step changes the tables where they are, and has noted what each record was before. The
+commit record says that all of them are as they are to be. On the next open, an entry that was begun and not
+committed is undone, and of a committed one the note counts. An image is noted by its row: all rows are -1
+when the entry begins, and become the row's number when its image is whole, before the record changes
 (`dsa.kernels.visiting`). That order of stores is all that the death of a process leaves to rely on, and
 enough. It says nothing after a loss of power, so that a durable journal has no such entries.
 
@@ -20,7 +20,7 @@ The file is a ring of entries behind a header page. An entry::
     begin     magic, sequence number, length, sizes of note and parts, kind of records, the note (bytes of
               the caller's), checksum of these
     parts     per part: table, record size, count; then its rows (int64) and its records
-    commit    of after-images: magic, sequence number, checksum of rows and records
+    commit    magic, sequence number, checksum of rows and records, of before-images of nothing
 
 Entries stay until they are released, and the last one always stays, for its note. The header page holds two
 slots, written in turn, that name the oldest entry kept, the last one known to be committed, and the last one
@@ -59,6 +59,7 @@ from dsa.state.journal_format import (
     Entry,
     Part,
     Slot,
+    close_entry,
     decode_entry,
     decode_open_entry,
     encode_entry,
@@ -260,8 +261,9 @@ class Journal:
         if draft is None:
             return
         if self._slot.last < draft.sequence and draft.in_place:
-            # This closes the entry. The tables hold it already, and with it whatever came before.
+            # The tables hold it already, and with it whatever came before.
             number = draft.sequence
+            close_entry(self._mapping, BODY + draft.start, number, draft.length)
             self._put_slot(
                 self._slot._replace(head_sequence=number, head=draft.start, last=number, applied=number)
             )

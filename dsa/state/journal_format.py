@@ -26,12 +26,14 @@ __all__ = [
     "Part",
     "Place",
     "Slot",
+    "close_entry",
     "decode_entry",
     "decode_open_entry",
     "encode_entry",
     "encode_open_entry",
     "entry_length",
     "find_entries",
+    "find_open_entry",
     "is_of_life",
     "layout_of",
     "read_head",
@@ -242,23 +244,22 @@ def decode_entry(memory: _Memory, base: int, sequence: int, *, applied: bool = F
         memory: The journal, or a part of it.
         base: Where the entry would begin.
         sequence: Its number.
-        applied: The tables hold its records: should these be damaged, or be before-images, the entry is
-            returned without them.
+        applied: The tables hold its records: should these be damaged, the entry is returned without them, as
+            one of before-images is anyway.
     """
     entry = _read_head(memory, base, sequence)
     if entry is None:
         return None
-    end = entry.end - _ALIGN
-    if not entry.in_place and memory[end : end + _COMMIT.size] == _commit_record(sequence, entry.parts):
-        return entry
+    if _is_committed(memory, entry):
+        return entry._replace(parts=[]) if entry.in_place else entry
     return entry._replace(parts=[]) if applied else None
 
 
 def decode_open_entry(memory: _Memory, base: int, sequence: int) -> Entry | None:
-    """Return the before-images that are noted of an entry that was begun, or None when there is none.
+    """Return the before-images that are noted of an entry that was not committed, or None when there is none.
 
     Any bytes are safe to read. What it says may be relied on while the system runs that wrote it; of a row
-    that is noted, the image is whole. Whether the entry was closed is told by the header page.
+    that is noted, the image is whole.
 
     Args:
         memory: The journal, or a part of it.
@@ -266,7 +267,7 @@ def decode_open_entry(memory: _Memory, base: int, sequence: int) -> Entry | None
         sequence: Its number.
     """
     entry = _read_head(memory, base, sequence)
-    if entry is None or not entry.in_place:
+    if entry is None or not entry.in_place or _is_committed(memory, entry):
         return None
     noted = [np.flatnonzero(part.rows >= 0) for part in entry.parts]
     return entry._replace(
@@ -275,6 +276,18 @@ def decode_open_entry(memory: _Memory, base: int, sequence: int) -> Entry | None
             for part, which in zip(entry.parts, noted, strict=True)
         ]
     )
+
+
+def close_entry(memory: mmap.mmap, base: int, sequence: int, length: int) -> None:
+    """Commit an entry of before-images: the tables hold what the step has made of them."""
+    end = base + length - _ALIGN
+    memory[end : end + _COMMIT.size] = _commit_record(sequence, [])
+
+
+def _is_committed(memory: _Memory, entry: Entry) -> bool:
+    end = entry.end - _ALIGN
+    expected = _commit_record(entry.sequence, [] if entry.in_place else entry.parts)
+    return bool(memory[end : end + _COMMIT.size] == expected)
 
 
 def _read_head(memory: _Memory, base: int, sequence: int) -> Entry | None:
@@ -322,6 +335,19 @@ def read_head(memory: _Memory, base: int, sequence: int) -> Head | None:
     return Head(bytes(begin[head_bytes - note_bytes :]), places, length, kind == _BEFORE_IMAGES)
 
 
+def find_open_entry(memory: bytearray, sequence: int) -> Entry | None:
+    """Return what was begun in place as the entry of a number and not committed, wherever it is."""
+    entries = [decode_open_entry(memory, base, sequence) for base in _begins(memory)]
+    return next((entry for entry in entries if entry is not None), None)
+
+
+def _begins(memory: bytearray) -> list[int]:
+    """Return the places where entries may begin."""
+    words = view(memory, BODY, "S8", max(0, len(memory) - BODY) // 8)
+    places: list[int] = (np.flatnonzero(words[:: _ALIGN // 8] == _BEGIN_MAGIC) * _ALIGN + BODY).tolist()
+    return places
+
+
 def find_entries(memory: bytearray, slot: Slot | None) -> dict[int, Entry]:
     """Return the entries that are whole, by their numbers, wherever they are in a damaged journal.
 
@@ -329,10 +355,8 @@ def find_entries(memory: bytearray, slot: Slot | None) -> dict[int, Entry]:
         memory: The whole journal.
         slot: What its header says, or None when that is damaged; entries that it has let go of are left out.
     """
-    words = view(memory, BODY, "S8", max(0, len(memory) - BODY) // 8)
-    places = np.flatnonzero(words[:: _ALIGN // 8] == _BEGIN_MAGIC) * _ALIGN + BODY
     found: dict[int, Entry] = {}
-    for base in places.tolist():
+    for base in _begins(memory):
         sequence = _BEGIN.unpack_from(memory, base)[1] if base + _BEGIN.size <= len(memory) else 0
         if slot is not None and sequence < slot.head_sequence:
             continue

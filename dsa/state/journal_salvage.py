@@ -11,6 +11,7 @@ from dsa.state.journal_format import (
     SLOTS_AT,
     Entry,
     find_entries,
+    find_open_entry,
     is_of_life,
     read_header,
     read_slot,
@@ -25,10 +26,13 @@ class Salvaged(NamedTuple):
     Args:
         entries: In order, each with whether all that follow it are there too.
         fault: What is wrong with it, in words that go on after "the journal"; empty when nothing is.
+        unfinished: What a step was changing in place when its process died. It can be relied on only while
+            the system runs on which that was.
     """
 
     entries: list[tuple[Entry, bool]]
     fault: str
+    unfinished: Entry | None = None
 
 
 def salvage_journal(path: Path, identity: str) -> Salvaged:
@@ -57,7 +61,7 @@ def salvage_journal(path: Path, identity: str) -> Salvaged:
     entries = [
         (found[number], number > max(lost, default=0)) for number in range(first, last + 1) if number in found
     ]
-    return Salvaged(entries, _fault_of(memory, identity, lost, last))
+    return Salvaged(entries, _fault_of(memory, identity, lost, last), find_open_entry(memory, last + 1))
 
 
 def _fault_of(memory: bytearray, identity: str, lost: Sequence[int], last: int) -> str:

@@ -270,7 +270,14 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
         )
 
 
-def replay(path: Path, stored: Metadata, tables: Sequence[Table], *, by_stamp: bool = False) -> str:
+def replay(
+    path: Path,
+    stored: Metadata,
+    tables: Sequence[Table],
+    *,
+    by_stamp: bool = False,
+    same_system: bool = False,
+) -> str:
     """Write what the journal says to the tables, and bring the description to the last step in it.
 
     Args:
@@ -279,6 +286,8 @@ def replay(path: Path, stored: Metadata, tables: Sequence[Table], *, by_stamp: b
         tables: The open tables.
         by_stamp: Take whatever is whole of the journal, and leave rows alone that the tables hold of a later
             step: the journal on disk may be an old one.
+        same_system: With `by_stamp`, whether these are the very files of a process that died, and the machine
+            was not restarted: what a step was changing in place is then undone.
 
     Returns:
         What is wrong with the journal, see `Salvaged`. Always nothing unless `by_stamp`.
@@ -290,9 +299,11 @@ def replay(path: Path, stored: Metadata, tables: Sequence[Table], *, by_stamp: b
     """
     file, identity = path / stored.journal_name, stored.journal_identity
     if by_stamp:
-        entries, fault = salvage_journal(file, identity)
+        entries, fault, unfinished = salvage_journal(file, identity)
         for entry, followed in entries:
             _take(stored, tables, entry, "not older" if followed else "newer")
+        if unfinished is not None and same_system:
+            _undo(tables, unfinished)
         return fault
     journal = Journal.open(file, identity, durable=False)
     try:
@@ -333,10 +344,10 @@ def require_fitting(entry: Entry, tables: Sequence[StateBackend]) -> None:
 
 
 def _stored_bytes(entry: Entry, table: StateBackend) -> int:
-    """Return the bytes that an entry holds of each record; 0 where it can't be about the table."""
+    """Return the bytes that an entry holds of each record: an image has the checksum, too."""
     if not entry.in_place:
         return table.schema.dtype.itemsize
-    return 4 * table.image_words if isinstance(table, InPlace) else 0
+    return table.schema.dtype.itemsize + 4  # of a table with stamps, which all have that are trained
 
 
 def _apply(tables: Sequence[Table], entry: Entry, which: Which) -> None:
@@ -359,8 +370,11 @@ def _undo(tables: Sequence[Table], entry: Entry) -> None:
     require_fitting(entry, backends)
     for index, rows, raw in entry.parts:
         backend = backends[index]
-        assert isinstance(backend, InPlace), "see `require_fitting`"
-        backend.restore(rows, np.ascontiguousarray(raw).view(np.int32))
+        if isinstance(backend, InPlace):
+            backend.restore(rows, np.ascontiguousarray(raw).view(np.int32))
+        else:  # what only seems to be written
+            size = backend.schema.dtype.itemsize
+            backend.write(rows, np.ascontiguousarray(raw[:, :size]).view(backend.schema.dtype)[:, 0])
 
 
 def _salvage(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
