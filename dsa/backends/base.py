@@ -18,7 +18,7 @@ from dsa.backends.mapping import Allocate
 from dsa.kernels.layout import Words
 from dsa.schema import Records, Rows, Schema
 
-__all__ = ["InPlace", "Layout", "Sizes", "Source", "StateBackend"]
+__all__ = ["InPlace", "Layout", "Sizes", "Source", "Sparse", "StateBackend"]
 
 T = TypeVar("T")
 
@@ -124,6 +124,15 @@ class StateBackend(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return, as plain JSON, what is needed to open these records again; reopening does not change it."""
+        ...
+
+
+@runtime_checkable
+class Sparse(Protocol):
+    """A backend that knows where rows were never written; it is one beside being a `StateBackend`."""
+
+    def written(self) -> Iterator[tuple[int, int]]:
+        """Yield half-open ranges of rows, increasing, outside of which every row is fresh."""
         ...
 
 

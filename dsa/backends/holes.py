@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, final
 
@@ -26,12 +27,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.backends import system
+from dsa.backends.mapping import opened
 from dsa.errors import DiskSpaceError
 from dsa.schema import Rows
 
-__all__ = ["Holes"]
+__all__ = ["Holes", "written_stretches"]
 
 _PAGE: Final = mmap.PAGESIZE
+_GAP: Final = 256 << 10
+"""Bytes of a hole that are sooner read, in some 0.1 ms, than left out."""
+
+
+def written_stretches(path: Path, begin: int) -> Iterator[tuple[int, int]]:
+    """Yield the stretches of a file outside of which it was never written, and is zero.
+
+    Where the system can't tell, or the file is not sparse, that is all of it.
+
+    Args:
+        path: The file.
+        begin: Where to begin, in bytes.
+    """
+    with opened(path, os.O_RDONLY) as file:
+        end = os.fstat(file).st_size
+        start = _next_data(file, begin, end)
+        while start < end:
+            stop = following = start
+            while following < end and following - stop < _GAP:
+                stop = _next_hole(file, following, end)
+                following = _next_data(file, stop, end)
+            yield start, stop
+            start = following
+
+
+def _next_data(file: int, start: int, end: int) -> int:
+    if start >= end or not hasattr(os, "SEEK_DATA"):
+        return start
+    try:
+        return os.lseek(file, start, os.SEEK_DATA)
+    except OSError as error:
+        return end if error.errno == errno.ENXIO else start
+
+
+def _next_hole(file: int, start: int, end: int) -> int:
+    if not hasattr(os, "SEEK_HOLE"):
+        return end
+    try:
+        return os.lseek(file, start, os.SEEK_HOLE)
+    except OSError:
+        return end
 
 
 @final

@@ -36,7 +36,7 @@ import numpy as np
 
 from dsa.backends import system
 from dsa.backends.cold_reads import ColdReads, page_runs
-from dsa.backends.holes import Holes
+from dsa.backends.holes import Holes, written_stretches
 from dsa.backends.mapping import Allocate, check_allocate, map_file, opened
 from dsa.backends.settling import settle
 from dsa.errors import StateClosedError, StateCorruptError
@@ -314,6 +314,16 @@ class MemmapBackend:
             self._gather(np.arange(first, last), records)
             self._announce_range(last, min(stop, last + block))
             yield first, records
+
+    def written(self) -> Iterator[tuple[int, int]]:
+        """Yield ranges of rows, increasing, outside of which every byte is zero, as far as it is known."""
+        self._open_table()
+        done = 0
+        for start, stop in written_stretches(self._path, system.PAGE):
+            first = max(done, (start - system.PAGE) // self._stride)
+            done = -(-(stop - system.PAGE) // self._stride)
+            if first < done:
+                yield first, done
 
     def hint(self, rows: Rows) -> None:
         """Announce the pages of `rows` to the system, unless announcing has lately been for nothing."""

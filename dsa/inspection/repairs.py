@@ -21,8 +21,9 @@ from dsa.inspection.directory import nothing_there
 from dsa.schema import Rows, Schema
 from dsa.state.holding import HeldDirectory
 from dsa.state.metadata import Metadata, journal_files, read_metadata, unmark_failed, write_metadata
-from dsa.state.recovery import Loss, defects, doubts, is_copy, make_anew, open_tables, replay, survey
+from dsa.state.recovery import defects, doubts, is_copy, make_anew, open_tables, replay
 from dsa.state.storage import Storage, as_layout
+from dsa.state.survey import Loss, adopt_newest, survey
 from dsa.state.table import Table, blank_records, describe_table, fill_untouched, stamp_of
 from dsa.state.table_files import drain_backend, stored_layout, sweep
 
@@ -197,7 +198,7 @@ def _repair(
                 f"rows were written in step {newest}, where its description and journal know of "
                 f"{stored.global_step} steps"
             ]
-        stored.global_step = max(stored.global_step, newest)
+        adopt_newest(stored, tables, losses)
         found = _found(held, stored, problems, tables, losses, newest, dry_run)
         if dry_run or not found.changed:
             return found

@@ -6,7 +6,7 @@ How a state that was not closed is recovered depends on what its process could p
 - Power was lost, or may have been, under ``"process"``: journal and tables are what the device happens to
   hold. Of the journal's rows those are taken that are newer than the tables'; torn records are known by their
   checksums, and how much may be missing by the stamps of the rest. That is told, never guessed.
-- Without a journal the last step may be torn. That is told, too.
+- Without a journal the last step may be torn, and how many there were only the rows tell. That is told, too.
 - The device has refused to sync: the tables are made anew, since their files can't be relied on.
 - A copy of a directory that was open is refused: its files are of different moments.
 """
@@ -14,17 +14,17 @@ How a state that was not closed is recovered depends on what its process could p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from dsa.backends import system
 from dsa.backends.base import InPlace, StateBackend
 from dsa.errors import StateCorruptError, StateError, StateWarning, notify
-from dsa.schema import Rows
 from dsa.state.creation import make_table, start
 from dsa.state.facts import stored_facts, unreadable_table
 from dsa.state.holding import HeldDirectory, file_numbers
@@ -36,12 +36,12 @@ from dsa.state.metadata import Metadata, mark_failed, read_metadata, write_metad
 from dsa.state.progress import Progress
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Storage, TableSpec
-from dsa.state.table import Table, content_of, implausible_rows, lost_rows, outside_rows, stamp_of
+from dsa.state.survey import Loss, adopt_newest, survey
+from dsa.state.table import Table, content_of
 from dsa.state.table_files import drain_backend, match_layout, open_backend, stored_layout
 from dsa.state.write_back import look_at
 
 __all__ = [
-    "Loss",
     "continue_state",
     "defects",
     "doubts",
@@ -50,26 +50,11 @@ __all__ = [
     "open_tables",
     "replay",
     "require_fitting",
-    "survey",
 ]
 
 
 Which = Literal["all", "not older", "newer"]
 """Which rows of a journal entry are taken: all, those not older than the table's, those newer."""
-
-
-class Loss(NamedTuple):
-    """What is known to be wrong with a table after a loss of power.
-
-    Args:
-        torn: Rows whose records are not as they were written: no step can use them.
-        newest: The newest stamp of the others, one more than the step that wrote it.
-        unsure: How many of these were written after the last step that the device is known to hold.
-    """
-
-    torn: Rows
-    newest: int
-    unsure: int
 
 
 def continue_state(
@@ -229,7 +214,7 @@ def doubts(stored: Metadata) -> list[str]:
     if not stored.journal:
         found.append(
             "it was not closed and has no journal (durability='none'): its last steps may be there in part, "
-            "and the count of steps is that of the last flush"
+            f"and of those after step {stored.global_step} only its rows tell; the next opening counts them"
         )
     if stored.boot != system.boot_identity() and stored.durability != "power":
         found.append(
@@ -244,13 +229,7 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
     before = [table.steps for table in tables]
     restarted = stored.boot != system.boot_identity()
     if not stored.journal:
-        stored.exports = {}
-        notify(
-            f"the state in {str(path)!r} was not closed and has no journal (durability='none'): the rows of "
-            "its last steps may be partly new, and the count of steps is that of the last flush, "
-            f"{stored.global_step}",
-            StateWarning,
-        )
+        _count_anew(path, stored, tables)
     elif restarted and stored.durability == "process":
         _salvage(path, stored, tables)
     else:
@@ -377,44 +356,44 @@ def _undo(tables: Sequence[Table], entry: Entry) -> None:
             backend.write(rows, np.ascontiguousarray(raw[:, :size]).view(backend.schema.dtype)[:, 0])
 
 
+def _count_anew(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
+    """Take what a process without a journal has left, count its steps by its rows, and say what may be."""
+    stored.exports = {}
+    began = time.monotonic()
+    losses = [survey(table, stored.durable_step) for table in tables]
+    adopt_newest(stored, tables, losses)
+    seconds = time.monotonic() - began
+    notify(
+        f"the state in {str(path)!r} was not closed and has no journal (durability='none'): it is whole up "
+        f"to step {stored.durable_step}; its rows, which took {seconds:.1f} s to read, tell of steps up to "
+        f"{stored.global_step}, and those may be there in part; {_torn(path, losses)}; import a checkpoint "
+        "if that will not do, and see durability='process'",
+        StateWarning,
+    )
+
+
+def _torn(path: Path, losses: Sequence[Loss]) -> str:
+    torn = sum(len(loss.torn) for loss in losses)
+    advice = f": `dsa repair {path}` lists and resets them" if torn else ""
+    return f"{torn:,} rows are torn and can't be used{advice}"
+
+
 def _salvage(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
     """Take what a loss of power under ``"process"`` has left, and say what is missing."""
     stored.exports = {}
     fault = replay(path, stored, tables, by_stamp=True)
     journal = f", and the journal {fault}" if fault else ""
     losses = [survey(table, stored.durable_step) for table in tables]
-    stored.global_step = max(stored.global_step, *(loss.newest - 1 for loss in losses), 0)
-    torn, unsure = sum(len(loss.torn) for loss in losses), sum(loss.unsure for loss in losses)
-    advice = f": `dsa repair {path}` lists and resets them" if torn else ""
+    adopt_newest(stored, tables, losses)
+    unsure = sum(loss.unsure for loss in losses)
     notify(
         f"the machine was restarted while the state in {str(path)!r} was open, with durability='process', "
         f"which may have lost or torn steps{journal}: it is whole up to step {stored.durable_step}; of the "
-        f"steps up to {stored.global_step} {unsure:,} rows are there, others may be missing; {torn:,} rows "
-        f"are torn and can't be used{advice}; import a checkpoint if that will not do, and see "
+        f"steps up to {stored.global_step} {unsure:,} rows are there, others may be missing; "
+        f"{_torn(path, losses)}; import a checkpoint if that will not do, and see "
         "durability='power'",
         StateWarning,
     )
-
-
-def survey(table: Table, durable_step: int, advance: Callable[[int], object] = lambda size: None) -> Loss:
-    """Read a whole table for what a loss of power, or damage, has left of it.
-
-    Args:
-        table: The table.
-        durable_step: The last step that the device is known to hold.
-        advance: Is told of bytes that were read.
-    """
-    torn: list[Rows] = []
-    newest = unsure = 0
-    for first, records in table.backend.scan(0, len(table)):
-        broken = implausible_rows(records, table.rule) | outside_rows(records, table.k)
-        broken |= lost_rows(records, table.initializer is not None)
-        stamps = records["s"][~broken]
-        torn.append(first + np.flatnonzero(broken))
-        newest = max(newest, int(stamps.max(initial=0)))
-        unsure += int((stamps > stamp_of(durable_step)).sum())
-        advance(records.nbytes)
-    return Loss(np.concatenate(torn), newest, unsure)
 
 
 def make_anew(path: Path, tables: Sequence[Table], storage: Storage) -> None:

@@ -98,7 +98,6 @@ DELIBERATE = {
         ("dsa.checkpoint.reading", "{url} was being replaced when its writer was killed"),
         ("dsa.state.migration", "the state in {path} was migrated"),
         ("dsa.state.opening", "resume=False replaces the state"),
-        ("dsa.state.recovery", "the state in {path} was not closed"),
     ],
 }
 
