@@ -7,7 +7,8 @@ How a state that was not closed is recovered depends on what its process could p
   hold. Of the journal's rows those are taken that are newer than the tables'; torn records are known by their
   checksums, and how much may be missing by the stamps of the rest. That is told, never guessed.
 - Without a journal the last step may be torn, and how many there were only the rows tell. That is told, too.
-- The device has refused to sync: the tables are made anew, since their files can't be relied on.
+- The device has refused to sync: the tables are made anew, since their files can't be relied on. But under
+  ``"power"``, tables and journal may have gone back as after a loss of power, and are taken likewise.
 - A copy of a directory that was open is refused: its files are of different moments.
 """
 
@@ -228,10 +229,11 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
     """Bring tables and description of a directory that was not closed to where they can go on."""
     before = [table.steps for table in tables]
     restarted = stored.boot != system.boot_identity()
+    found = ""
     if not stored.journal:
         _count_anew(path, stored, tables)
-    elif restarted and stored.durability == "process":
-        _salvage(path, stored, tables)
+    elif stored.durability == "process" and (restarted or stored.failed):
+        found = _salvage(path, stored, tables, restarted)
     else:
         replay(path, stored, tables)
         # What was exported at a later step is not of this history any more.
@@ -244,7 +246,14 @@ def _recover(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
         notify(
             f"the device refused to keep the state in {str(path)!r} ({stored.failed}): rows that were "
             f"written after step {stored.durable_step} may have gone back to what they were then; its "
-            "files are made anew: import a checkpoint if that will not do",
+            f"files are made anew{found}; import a checkpoint if that will not do",
+            StateWarning,
+        )
+    elif found:
+        notify(
+            f"the machine was restarted while the state in {str(path)!r} was open, with "
+            f"durability='process', which may have lost or torn steps: {found}; import a checkpoint if that "
+            "will not do, and see durability='power'",
             StateWarning,
         )
 
@@ -378,21 +387,21 @@ def _torn(path: Path, losses: Sequence[Loss]) -> str:
     return f"{torn:,} rows are torn and can't be used{advice}"
 
 
-def _salvage(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
-    """Take what a loss of power under ``"process"`` has left, and say what is missing."""
+def _salvage(path: Path, stored: Metadata, tables: Sequence[Table], restarted: bool) -> str:
+    """Take what has been left of a state of which device or journal may have lost something.
+
+    Returns:
+        What is there and what is missing, in words.
+    """
     stored.exports = {}
-    fault = replay(path, stored, tables, by_stamp=True)
-    journal = f", and the journal {fault}" if fault else ""
+    fault = replay(path, stored, tables, by_stamp=True, same_system=not restarted)
+    journal = f"the journal {fault}; " if fault else ""
     losses = [survey(table, stored.durable_step) for table in tables]
     adopt_newest(stored, tables, losses)
     unsure = sum(loss.unsure for loss in losses)
-    notify(
-        f"the machine was restarted while the state in {str(path)!r} was open, with durability='process', "
-        f"which may have lost or torn steps{journal}: it is whole up to step {stored.durable_step}; of the "
-        f"steps up to {stored.global_step} {unsure:,} rows are there, others may be missing; "
-        f"{_torn(path, losses)}; import a checkpoint if that will not do, and see "
-        "durability='power'",
-        StateWarning,
+    return (
+        f"{journal}it is whole up to step {stored.durable_step}; of the steps up to {stored.global_step} "
+        f"{unsure:,} rows are there, others may be missing; {_torn(path, losses)}"
     )
 
 

@@ -366,9 +366,9 @@ class StateDirectory:
         extent may never become readable, however often it is written again. No later success means anything.
         """
         self._metadata.failed = f"{error}"
-        if self._transactions.journal is None:  # which would know the counts
-            self._metadata.global_step = self.global_step
-            self._metadata.tables = [describe_table(table) for table in self._transactions.tables]
+        # The journal knows the counts, unless it goes back as well.
+        self._metadata.global_step = self.global_step
+        self._metadata.tables = [describe_table(table) for table in self._transactions.tables]
         with contextlib.suppress(OSError, StateMovedError):
             self.held.check()
             mark_failed(self.path, self.held.directory)

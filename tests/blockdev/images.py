@@ -15,7 +15,7 @@ from training_runs import Content, Reference, Run, content_of, matches
 import dsa
 from dsa.errors import CorruptRowError, DSAError, StateWarning
 
-__all__ = ["BAD", "Finding", "Moment", "Verdict", "examine", "judge", "look", "told_of"]
+__all__ = ["BAD", "Finding", "Moment", "Verdict", "examine", "judge", "look", "tells", "told_of"]
 
 _TELLING = re.compile(
     r"restart|lost|lose|torn|damag|missing|unreadable|went back|gone back|as they are on disk"
@@ -160,7 +160,12 @@ def _is_whole(checkpoint: Path) -> bool:
 
 def told_of(finding: Finding) -> bool:
     """Whether a warning said that steps may be missing."""
-    return finding.repaired or any(_TELLING.search(text) for text in finding.warned)
+    return finding.repaired or tells(finding.warned)
+
+
+def tells(warned: list[str]) -> bool:
+    """Whether one of some warnings says that steps may be missing."""
+    return any(_TELLING.search(text) for text in warned)
 
 
 def judge(finding: Finding, reference: Reference, moment: Moment) -> Verdict:

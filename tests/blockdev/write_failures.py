@@ -15,7 +15,7 @@ from typing import Any
 from device import BlockDevice
 from filesystems import extents, forget, mounted, new, sync
 from harness import Child, Figures, Report, messages
-from images import Finding, Moment, Verdict, examine, judge, look, told_of
+from images import Finding, Moment, Verdict, examine, judge, look, tells, told_of
 from references import tuned
 from scenarios import Op
 from state_files import journal_files, table_files
@@ -202,6 +202,7 @@ class _Stubborn:
     images: int = 0
     failing: bool = False
     told: bool = False
+    warned: bool = False
     before: int = 0
     errors: list[str] = field(default_factory=list)
 
@@ -223,7 +224,8 @@ class _Stubborn:
                 break
             self.done = number + 1
             self._press()
-        closed = self._insist(self.optimizer.close)
+        # The first one tells; another one only lets go.
+        closed = self._attempt(self.optimizer.close) and not self.warned
         self.floor = self.done if closed else self.floor
         self._heal()
         self.told = not closed
@@ -275,6 +277,8 @@ class _Stubborn:
     def _apply(self, op: Op) -> bool:
         for _ in range(_TRIES):
             if self._attempt(lambda: self._call(op)):
+                if self.warned:
+                    return False  # it goes on from what the device has kept, and not from what was done
                 self._returned(op.kind, self.begun)
                 return True
             if op.kind == "close":
@@ -298,7 +302,10 @@ class _Stubborn:
     def _call(self, op: Op) -> None:
         if op.kind == "close":
             self.optimizer.close()
-            self.optimizer = self.reference.run.build(self.state, resume=True)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.optimizer = self.reference.run.build(self.state, resume=True)
+            self.warned = tells([str(each.message) for each in caught])
         else:
             self.reference.run.do(self.optimizer, op, self.point)
 
