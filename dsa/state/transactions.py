@@ -313,11 +313,11 @@ class Transactions:
         total = sum(words * rows for words, rows in sizes)
         if total > len(self._spare):
             self._spare = np.empty(total + total // 2, np.int32)
-        ends = np.cumsum([words * rows for words, rows in sizes])[:-1]
-        return [
-            Images(np.full(rows, -1, np.int64), part.reshape(rows, words))
-            for (words, rows), part in zip(sizes, np.split(self._spare[:total], ends), strict=True)
-        ]
+        images, end = [], 0
+        for words, rows in sizes:
+            start, end = end, end + words * rows
+            images.append(Images(np.full(rows, -1, np.int64), self._spare[start:end].reshape(rows, words)))
+        return images
 
     def _tell_observers(self, batches: Sequence[tuple[Table, Rows]]) -> None:
         for table, rows in batches:

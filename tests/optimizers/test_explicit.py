@@ -322,14 +322,16 @@ def test_what_may_not_be_written_may_be_read(tmp_path):
             optimizer.read_rows(rows)
 
 
+@pytest.mark.parametrize("durability", ["process", "power", "none"])
 @pytest.mark.parametrize("empty", [[], np.empty(0, np.int64), torch.empty(0, dtype=torch.int32)])
-def test_an_empty_batch(tmp_path, empty):
-    with build(tmp_path / "state") as optimizer:
+def test_an_empty_batch(tmp_path, empty, durability):
+    with build(tmp_path / "state", durability=durability) as optimizer:
         optimizer.step({"entity": ([1], ones(1))})
         optimizer.flush()
         before = raw(tmp_path / "state")
         optimizer.step({"entity": (empty, np.empty((0, DIM), np.float32))})
         optimizer.step({})
+        assert optimizer.global_step == 3
         optimizer.flush()
         assert raw(tmp_path / "state") == before
         assert optimizer.read_rows(empty).shape == (0, DIM)
