@@ -202,7 +202,8 @@ class Journal:
     def begin_in_place(self, note: bytes, parts: Sequence[tuple[int, int, int]]) -> list[Part] | None:
         """Start an entry of before-images: from here on the death of the process undoes what is noted.
 
-        It is closed by `commit`, or ended by `undone`.
+        It is closed by `commit`, or ended by `undone`. One that nothing was noted in is ended by the next
+        `begin` or `begin_in_place`.
 
         Args:
             note: Bytes stored with the entry.
@@ -235,14 +236,18 @@ class Journal:
     def undone(self) -> None:
         """End an entry of before-images: the tables hold again what they held before."""
         if self._draft is not None and self._draft.in_place:
-            self._forget_head(self._draft.start)
+            # Whoever reads beside this looks at the header last: it has to change while the images are there.
             self._put_slot(self._slot._replace(undone=self._slot.undone + 1))
+            self._forget_head(self._draft.start)
         self._draft = None
 
     def _forget_head(self, start: int) -> None:
         self._mapping[BODY + start : BODY + start + 8] = bytes(8)
 
     def _make_room(self, length: int) -> int | None:
+        # Of an entry of before-images that an interrupt has left behind, the head would be found in the place
+        # of the next one's.
+        self.undone()
         start = self._find_room(length)
         if start is None:
             if self._slot.head_sequence < self._slot.last and not self._may_grow(length):
