@@ -56,11 +56,13 @@ class Mark(NamedTuple):
     broken: bool = False
 
     @property
-    def era(self) -> tuple[Stamp, int, int] | None:
+    def era(self) -> tuple[Stamp, int, int, int] | None:
         """What stays the same as long as the journal holds whatever is written; None if nothing tells."""
         if self.silent:
             return None
-        return self.stamp, *((0, 0) if self.slot is None else (self.slot.head_sequence, self.slot.undone))
+        slot = self.slot
+        # The first entry of all is the oldest kept before and after it is applied.
+        return self.stamp, *((0, 0, 0) if slot is None else (slot.head_sequence, slot.applied, slot.undone))
 
     def covers(self, later: Mark) -> bool:
         """Tell whether the journal holds at `later` whatever may have been written to the tables since."""
