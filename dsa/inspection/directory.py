@@ -203,9 +203,11 @@ class ObservedDirectory:
         slot = mark.slot
         if slot is None or not len(rows):
             return np.empty(0, np.int64), np.empty((0, record_bytes), np.uint8)
+        # The last one known may follow what the header says, if the newer half of that is damaged.
+        known = max([slot.last, *(entry.sequence for entry in self._kept.entries[-1:])])
         try:
             with self._journal() as file:
-                found = read_images(file, self._kept.end, slot.last + 1, index, rows, record_bytes)
+                found = read_images(file, self._kept.end, known + 1, index, rows, record_bytes)
         except (FileNotFoundError, ValueError):  # it was removed, or read in the middle of a change
             return None
         return found if self.mark() == mark else None

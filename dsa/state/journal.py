@@ -265,13 +265,16 @@ class Journal:
         draft = self._draft
         if draft is None:
             return
-        if self._slot.last < draft.sequence and draft.in_place:
-            # The tables hold it already, and with it whatever came before.
+        if draft.in_place:
             number = draft.sequence
+            if self._slot.last < number:
+                # The tables hold it already, and with it whatever came before.
+                self._put_slot(
+                    self._slot._replace(head_sequence=number, head=draft.start, last=number, applied=number)
+                )
+            # After the header, in which alone a reader sees whether rows have changed under it. Should that be
+            # damaged, this tells that the entry is not to be undone.
             close_entry(self._mapping, BODY + draft.start, number, draft.length)
-            self._put_slot(
-                self._slot._replace(head_sequence=number, head=draft.start, last=number, applied=number)
-            )
         elif self._slot.last < draft.sequence:
             self._write(draft)
             head = draft.start if self._slot.head_sequence == draft.sequence else self._slot.head

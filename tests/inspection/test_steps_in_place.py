@@ -1,17 +1,21 @@
 """What is read beside a step that changes records where they are, at moments that gates hold open."""
 
+import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
-from small_states import TABLES, as_left, batch, build, train
+from small_states import TABLES, as_left, batch, build, journal, train
 
 import dsa.optimizers.stepping
 import dsa.state.journal
+import dsa.state.transactions
 from dsa import open_state, verify
 from dsa.backends import MemmapBackend
 from dsa.errors import GradientError
+from dsa.state.journal_format import SLOTS_AT, read_slot
 from dsa.state.state_directory import StateDirectory
 
 ROWS = np.arange(300)
@@ -178,6 +182,78 @@ def test_what_a_killed_process_has_left_half_way(tmp_path, monkeypatch, before):
     assert verify(tmp_path / "left").ok
     for name, records in as_recovered(tmp_path / "left", tmp_path / "again").items():
         assert records.tobytes() == stored[name].tobytes()
+
+
+class _CopyAtLines:
+    """Copies a state at every line of some modules that is run for the first time."""
+
+    def __init__(self, source, target):
+        self.source, self.target, self.copies = source, target, {}
+
+    def __enter__(self):
+        sys.settrace(self._enter)
+        return self.copies
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _enter(self, frame, event, argument):
+        return self._line if frame.f_code.co_filename in LOOKED_INTO else None
+
+    def _line(self, frame, event, argument):
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if event == "line" and place not in self.copies:
+            sys.settrace(None)
+            self.copies[place] = as_left(self.source, self.target / str(len(self.copies)))
+            sys.settrace(self._enter)
+        return self._line
+
+
+LOOKED_INTO = {module.__file__ for module in (dsa.state.journal, dsa.state.transactions)}
+
+
+@pytest.mark.parametrize("refusing", [False, True])
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_view_of_what_a_process_has_left_at_any_line(tmp_path, before, refusing):
+    """It stands where recovery will make the state stand, before the step or after it."""
+    with build(tmp_path / "state") as optimizer:
+        train(optimizer, before)
+        told = pytest.raises(GradientError, match="float32") if refusing else nullcontext()
+        with told, _CopyAtLines(tmp_path / "state", tmp_path / "left") as copies:
+            optimizer.step(refused() if refusing else batch(before))
+    steps = set()
+    for place, path in copies.items():
+        with open_state(path) as state:
+            steps.add(state.global_step)
+            seen = {name: state[name].read(np.arange(source.rows)) for name, source in TABLES.items()}
+            seen_step = state.global_step
+        with build(path, resume=True) as again, open_state(path) as state:
+            assert again.global_step == seen_step, place
+            for name, records in seen.items():
+                recovered = state[name].read(np.arange(len(records)))
+                assert records.tobytes() == recovered.tobytes(), f"{place}: table {name}"
+    assert len(copies) > 40
+    assert steps == ({before} if refusing else {before, before + 1})
+
+
+def test_a_view_after_damage_to_the_header(tmp_path):
+    """The older half of the header knows of no step that was committed in place; its commit record does."""
+    with build(tmp_path / "state") as optimizer:
+        train(optimizer, 4)
+        as_left(tmp_path / "state", tmp_path / "left")
+        with open_state(tmp_path / "state") as state:
+            whole = state["entity"].read(ROWS)
+    file = journal(tmp_path / "left")
+    data = bytearray(file.read_bytes())
+    newest = max(SLOTS_AT, key=lambda at: read_slot(data, at))
+    data[newest + 20] ^= 1
+    file.write_bytes(data)
+    with open_state(tmp_path / "left") as state:
+        assert state.global_step == 4
+        assert state["entity"].read(ROWS).tobytes() == whole.tobytes()
+    with build(tmp_path / "left", resume=True) as optimizer, open_state(tmp_path / "left") as state:
+        assert optimizer.global_step == 4
+        assert state["entity"].read(ROWS).tobytes() == whole.tobytes()
 
 
 def test_the_gates_are_those_of_a_step_in_place(tmp_path):

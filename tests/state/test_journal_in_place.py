@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dsa.state.journal import Journal
+from dsa.state.journal_format import SLOTS_AT
 
 IDENTITY = "0123456789abcdef"
 ROWS, WIDTHS = 40, (1, 3, 16)
@@ -267,4 +268,23 @@ def test_the_order_in_which_an_undone_entry_goes(path, monkeypatch):
     monkeypatch.setattr(Journal, "_put_slot", watched)
     journal.undone()
     assert seen == [False], "what was changed could not be told from what was not"
+    journal.close(remove=True)
+
+
+def test_either_slot_alone_knows_of_a_committed_entry(path):
+    """Damage to the newer one undoes nothing; a death before the header is written undoes everything."""
+    journal = Journal.create(path, IDENTITY, 1 << 12, False)
+    tables = [np.zeros((ROWS, width), np.int32) for width in WIDTHS]
+    for number in range(4):
+        before = tables[1].copy()
+        step(journal, tables[1], np.arange(number, number + 5), b"%d" % number)
+        np.testing.assert_array_equal(recovered(path, tables)[0][1], before)
+        journal.commit()
+        for at in SLOTS_AT:
+            data = bytearray(path.read_bytes())
+            data[at + 8] ^= 0x10
+            path.with_name("copy").write_bytes(data)
+            found, note = recovered(path.with_name("copy"), tables)
+            np.testing.assert_array_equal(found[1], tables[1])
+            assert note == b"%d" % number
     journal.close(remove=True)
