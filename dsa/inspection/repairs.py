@@ -184,7 +184,8 @@ def _repair(
     with contextlib.ExitStack() as opened:
         tables = open_tables(path, stored, storage)
         for table in tables:
-            table.backend = _Unwritten(table.backend) if dry_run else table.backend
+            if dry_run:
+                table.wrap(_Unwritten(table.backend))
             opened.callback(_let_go, table)
         steps = [table.steps for table in tables]
         if stored.status == "open" and stored.journal:

@@ -272,10 +272,8 @@ def queue_writes(table: Table, storage: Storage) -> None:
         table.writer = table.backend  # which collects, see `Layout.collect_bytes`
     elif storage.queue is not None:
         options = storage.queue
-        table.writer = WriteBehind(
-            table.backend, max_queue_size=options.max_size, put_timeout=options.put_timeout
-        )
-        table.backend = table.writer
+        queue = WriteBehind(table.backend, max_queue_size=options.max_size, put_timeout=options.put_timeout)
+        table.wrap(queue, queue)
 
 
 def _discard(path: Path, tables: Sequence[Table], others: Sequence[Path]) -> None:

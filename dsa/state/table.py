@@ -141,6 +141,15 @@ class Table:
         self.writer, self.generation, self.mapped = other.writer, other.generation, other.mapped
         self.rows_written += other.rows_written
 
+    def wrap(self, backend: StateBackend, writer: WriteBehind | None = None) -> None:
+        """Put a wrapper around the backend, past which nothing goes from here on.
+
+        Args:
+            backend: The wrapper.
+            writer: The same, when it is a write queue.
+        """
+        self.backend, self.writer, self.mapped = backend, writer, _mapped(backend)
+
     @property
     def space(self) -> Manifold:
         """The manifold of curvature -k."""
