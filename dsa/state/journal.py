@@ -272,8 +272,8 @@ class Journal:
                 self._put_slot(
                     self._slot._replace(head_sequence=number, head=draft.start, last=number, applied=number)
                 )
-            # After the header, in which alone a reader sees whether rows have changed under it. Should that be
-            # damaged, this tells that the entry is not to be undone.
+            # After the header, in which alone a reader sees whether rows have changed under it. Should the
+            # header be damaged, this tells that the entry is not to be undone.
             close_entry(self._mapping, BODY + draft.start, number, draft.length)
         elif self._slot.last < draft.sequence:
             self._write(draft)
