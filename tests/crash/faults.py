@@ -32,7 +32,6 @@ from dsa.backends.memmap import MemmapBackend
 from dsa.backends.writer import WriteBehind
 from dsa.backends.zarr import ZarrBackend
 from dsa.backends.zarr_compressed import CompressedZarrBackend
-from dsa.kernels.report import merge_reports
 from dsa.state.journal import Journal
 from dsa.state.journal_format import layout_of
 from dsa.state.state_directory import StateDirectory
@@ -216,21 +215,26 @@ def _tear(backend, rows, records) -> None:
             array.adopt(array.prepare(int(rows[0]) // array.layout.shard_rows, rows, records))
 
 
-def _kernel(function):
-    def wrapper(records, grad, options, weights=None, **more):
-        def part(start, stop):
-            own = {} if weights is None else {"weights": weights[start:stop]}
-            return start, function(records[start:stop], grad[start:stop], options, **own, **more)
+def _pass_of(*given, _original=dsa.optimizers.update._pass_of):
+    update, constants = _original(*given)
+
+    def wrapper(visit, gradients, constants, scratch, start, stop):
+        def part(first, last):
+            return update(visit, gradients, constants, scratch, first, last)
 
         passing("kernel begins")
-        half = len(records) // 2
-        reports = [part(0, half)] if half else []
+        half = (start + stop) // 2
+        bad, left_out = part(start, half) if half > start else (-1, 0)
         passing("kernel half")
-        reports.append(part(half, len(records)))
+        if bad < 0:
+            bad, more = part(half, stop)
+            if more:
+                visit.fresh[start + left_out : start + left_out + more] = visit.fresh[half : half + more]
+            left_out += more
         passing("kernel ends")
-        return merge_reports(reports)
+        return bad, left_out
 
-    return wrapper
+    return wrapper, constants
 
 
 def _encode(memory, base, sequence, note, parts, *, _encode_entry=dsa.state.journal.encode_entry):
@@ -283,12 +287,7 @@ def points() -> Iterator[None]:
             (dsa.state.journal, "encode_entry", _encode),
             (dsa.state.journal, "write_slot", _slot),
             (dsa.state.metadata, "write_atomically", _describe),
-            (dsa.optimizers.update, "adam_step", _kernel(dsa.optimizers.update.adam_step)),
-            (
-                dsa.optimizers.update,
-                "riemannian_adam_step",
-                _kernel(dsa.optimizers.update.riemannian_adam_step),
-            ),
+            (dsa.optimizers.update, "_pass_of", _pass_of),
             (Journal, "create", _around_class(Journal, "create", "journal create")),
             (Journal, "open", _around_class(Journal, "open", "journal open")),
         ):
@@ -300,6 +299,7 @@ def points() -> Iterator[None]:
             *((module, "begin_life", "life") for module in (dsa.state.creation, dsa.state.replacement)),
             (StateDirectory, "adopt", "takeover"),
             (Journal, "begin", "journal begin"),
+            (Journal, "begin_in_place", "journal begin"),
             (Journal, "commit", "journal commit"),
             (Journal, "release", "journal release"),
             (Journal, "_grow", "journal grow"),

@@ -52,7 +52,7 @@ def stand_exported(path: Path) -> Standing:
     tables = {}
     for table in content.tables:
         hashes = [_hashes([records[name] for name in "wmvt"]) for _, records in table.blocks()]
-        tables[table.name] = table.steps, table.k, np.concatenate(hashes).tobytes()
+        tables[table.name] = table.facts.steps, table.k, np.concatenate(hashes).tobytes()
     return Standing(content.global_step, tables)
 
 
