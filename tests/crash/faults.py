@@ -2,7 +2,8 @@
 
 `points` wraps functions of the package so that each tells when it begins and has ended, and stands still
 halfway where it matters: in the middle of a gather, with an entry whose commit record is half written, with
-half of a row scattered. `Stop` names one such passage, or a line of the package, and what happens there.
+half of a row scattered, or changed where it is. `Stop` names one such passage, or a line of the package, and
+what happens there.
 """
 
 from __future__ import annotations
@@ -38,15 +39,18 @@ from dsa.state.state_directory import StateDirectory
 
 _BACKENDS = (MemmapBackend, ZarrBackend, CompressedZarrBackend)
 
-PACKAGE = str(Path(dsa.state.journal.__file__).parent) + os.sep
+PACKAGE = str(Path(dsa.__file__).parent) + os.sep
 
 POINTS = frozenset(
     f"{what} {where}"
     for what, wheres in {
         "gather": ("begins", "half", "ends"),
-        "kernel": ("begins", "half", "ends"),
+        "kernel": ("begins", "half", "torn", "ends"),
+        "restore": ("begins", "half", "torn", "ends"),
         "scatter": ("begins", "half", "torn", "ends"),
         "entry": ("begins", "header", "note", "half committed", "ends"),
+        "open entry": ("begins", "header", "note", "ends"),
+        "close entry": ("begins", "half", "ends"),
         "slot": ("begins", "half", "ends"),
         "description": ("begins", "half", "ends"),
         "replay": ("begins", "ends"),
@@ -56,6 +60,8 @@ POINTS = frozenset(
         "journal create": ("begins", "ends"),
         "journal open": ("begins", "ends"),
         "journal begin": ("begins", "ends"),
+        "journal begin in place": ("begins", "ends"),
+        "journal undone": ("begins", "ends"),
         "journal commit": ("begins", "ends"),
         "journal release": ("begins", "ends"),
         "journal grow": ("begins", "ends"),
@@ -215,26 +221,66 @@ def _tear(backend, rows, records) -> None:
             array.adopt(array.prepare(int(rows[0]) // array.layout.shard_rows, rows, records))
 
 
-def _pass_of(*given, _original=dsa.optimizers.update._pass_of):
-    update, constants = _original(*given)
+def _passing(pass_of):
+    """Let the passes over a batch stand still with half of its rows done, and with half of one row done."""
 
-    def wrapper(visit, gradients, constants, scratch, start, stop):
-        def part(first, last):
-            return update(visit, gradients, constants, scratch, first, last)
+    def wrapper(table, options, stamp):
+        update, constants = pass_of(table, options, stamp)
 
-        passing("kernel begins")
-        half = (start + stop) // 2
-        bad, left_out = part(start, half) if half > start else (-1, 0)
-        passing("kernel half")
-        if bad < 0:
-            bad, more = part(half, stop)
-            if more:
-                visit.fresh[start + left_out : start + left_out + more] = visit.fresh[half : half + more]
-            left_out += more
-        passing("kernel ends")
-        return bad, left_out
+        def run(visit, gradients, constants, scratch, start, stop):
+            def part(first, last, left_out):
+                bad, more = update(visit, gradients, constants, scratch, first, last)
+                if more:
+                    visit.fresh[start + left_out :][:more] = visit.fresh[first : first + more].copy()
+                return bad, left_out + more
 
-    return wrapper, constants
+            passing("kernel begins")
+            half = (start + stop) // 2
+            bad, left_out = part(start, half, 0)
+            passing("kernel half")
+            if bad < 0 and half < stop:
+                bad, left_out = part(half, half + 1, left_out)
+                with _half_done(visit, half):
+                    passing("kernel torn")
+                if bad < 0:
+                    bad, left_out = part(half + 1, stop, left_out)
+            passing("kernel ends")
+            return bad, left_out
+
+        return run, constants
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def _half_done(visit, q):
+    """Have a record of which only the first words are new, where its image is kept."""
+    p = visit.positions[q]
+    if not len(visit.noted) or visit.given:
+        yield
+        return
+    record, image = visit.table[visit.places[p]], visit.images[p]
+    rest = slice(len(image) // 2, len(image))
+    new = record[rest].copy()
+    record[rest] = image[rest]
+    yield
+    record[rest] = new
+
+
+def _restoring(restore):
+    def wrapper(self, rows, images):
+        passing("restore begins")
+        half = len(rows) // 2
+        restore(self, rows[:half], images[:half])
+        passing("restore half")
+        if half:
+            record, image = self._open_table()[rows[half]], images[half]
+            record[: len(image) // 2] = image[: len(image) // 2]
+            passing("restore torn")
+        restore(self, rows[half:], images[half:])
+        passing("restore ends")
+
+    return wrapper
 
 
 def _encode(memory, base, sequence, note, parts, *, _encode_entry=dsa.state.journal.encode_entry):
@@ -252,6 +298,29 @@ def _encode(memory, base, sequence, note, parts, *, _encode_entry=dsa.state.jour
     passing("entry half committed")
     _copy(scratch, memory, end - 50, end)
     passing("entry ends")
+
+
+def _encode_open(memory, base, sequence, note, sizes, *, _encode=dsa.state.journal.encode_open_entry):
+    layout = layout_of(len(note), [(rows, size) for _, rows, size in sizes])
+    scratch = bytearray(base + layout.length)
+    _encode(scratch, base, sequence, note, sizes)
+    passing("open entry begins")
+    _copy(scratch, memory, base, base + layout.note)
+    passing("open entry header")
+    _copy(scratch, memory, base + layout.note, base + layout.note + len(note) // 2)
+    passing("open entry note")
+    _copy(scratch, memory, base + layout.note, base + layout.note + len(note))
+    passing("open entry ends")
+
+
+def _close(memory, base, sequence, length, *, _close_entry=dsa.state.journal.close_entry):
+    scratch = bytearray(base + length)
+    _close_entry(scratch, base, sequence, length)
+    passing("close entry begins")
+    _copy(scratch, memory, base + length - 64, base + length - 50)
+    passing("close entry half")
+    _copy(scratch, memory, base + length - 50, base + length)
+    passing("close entry ends")
 
 
 def _slot(memory, at, slot, *, _write_slot=dsa.state.journal.write_slot):
@@ -285,9 +354,12 @@ def points() -> Iterator[None]:
             *((each, "read", _gathering(each)) for each in _BACKENDS),
             *((each, "write", _scattering(each)) for each in _BACKENDS),
             (dsa.state.journal, "encode_entry", _encode),
+            (dsa.state.journal, "encode_open_entry", _encode_open),
+            (dsa.state.journal, "close_entry", _close),
             (dsa.state.journal, "write_slot", _slot),
             (dsa.state.metadata, "write_atomically", _describe),
-            (dsa.optimizers.update, "_pass_of", _pass_of),
+            (dsa.optimizers.update, "_pass_of", _passing(dsa.optimizers.update._pass_of)),
+            (MemmapBackend, "restore", _restoring(MemmapBackend.restore)),
             (Journal, "create", _around_class(Journal, "create", "journal create")),
             (Journal, "open", _around_class(Journal, "open", "journal open")),
         ):
@@ -299,7 +371,8 @@ def points() -> Iterator[None]:
             *((module, "begin_life", "life") for module in (dsa.state.creation, dsa.state.replacement)),
             (StateDirectory, "adopt", "takeover"),
             (Journal, "begin", "journal begin"),
-            (Journal, "begin_in_place", "journal begin"),
+            (Journal, "begin_in_place", "journal begin in place"),
+            (Journal, "undone", "journal undone"),
             (Journal, "commit", "journal commit"),
             (Journal, "release", "journal release"),
             (Journal, "_grow", "journal grow"),

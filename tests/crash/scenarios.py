@@ -15,6 +15,7 @@ import numpy as np
 from tables import BACKENDS, stored_tables
 
 from dsa import DiskSparseRiemannianAdam, init
+from dsa.errors import GradientError
 from dsa.rules.adam import adam_rule
 from dsa.state.creation import add_table
 from dsa.state.storage import table_spec
@@ -28,8 +29,8 @@ _QUEUE = 4
 
 
 class Op(NamedTuple):
-    """One call: ``step`` with the batch of a number, ``curve`` to a curvature, ``curves`` of two tables at
-    once, ``reproject``, ``flush``, or ``add`` for one more table.
+    """One call: ``step`` with the batch of a number, ``refused`` with one that can't be used, ``curve`` to a
+    curvature, ``curves`` of two tables at once, ``reproject``, ``flush``, or ``add`` for one more table.
     """
 
     kind: str
@@ -112,6 +113,8 @@ class Scenario:
             warnings.simplefilter("ignore")
             if op.kind == "step":
                 optimizer.step(self.batch(op.number, tuple(optimizer._state.tables)))
+            elif op.kind == "refused":
+                self._be_refused(optimizer)
             elif op.kind == "curve":
                 optimizer.set_curvature(op.k, op.reset, name=op.table, map=op.map)
             elif op.kind == "curves":
@@ -122,6 +125,19 @@ class Scenario:
                 self._add(optimizer, op.table)
             else:
                 optimizer.flush()
+
+    def _be_refused(self, optimizer: DiskSparseRiemannianAdam) -> None:
+        """Change rows of every table, up to a last gradient that is infinite."""
+        updates = {
+            name: (np.arange(0, ROWS[name], 2), np.ones((-(-ROWS[name] // 2), DIMS[name]), np.float32))
+            for name in optimizer._state.tables
+        }
+        updates["right"][1][-1] = np.inf
+        try:
+            optimizer.step(updates)
+        except GradientError:
+            return
+        raise AssertionError("a gradient that is infinite was taken")
 
     def _add(self, optimizer: DiskSparseRiemannianAdam, name: str) -> None:
         rule, k = adam_rule(self.second_moment), self.curvatures[name]
@@ -141,7 +157,7 @@ FLAT = {"left": 0.0, "right": 0.0, "extra": 0.0}
 BALL = {"left": 1.0, "right": 1.0, "extra": 1.0}
 MIXED = {"left": 0.0, "right": 1.0, "extra": 1.0}
 
-_STEPS = (*steps(0, 13), Op("flush"), *steps(13, 27))
+_STEPS = (*steps(0, 13), Op("flush"), *steps(13, 4), Op("refused"), *steps(17, 23))
 
 STEPPING = (
     Scenario("flat", curvatures=FLAT, seed=1, ops=_STEPS),
@@ -180,7 +196,9 @@ CHANGING = (
 )
 
 _SHORT = (
-    *steps(0, 3),
+    *steps(0, 2),
+    Op("refused"),
+    *steps(2, 1),
     Op("flush"),
     Op("curve", table="right", k=2.0),
     *steps(3, 1),

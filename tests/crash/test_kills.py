@@ -16,8 +16,6 @@ from scenarios import CHANGING, STEPPING, steps
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forks")
 
-QUEUED = {"queue write begins", "queue write ends"}
-
 
 def by_name(scenarios):
     return pytest.mark.parametrize("scenario", scenarios, ids=[one.name for one in scenarios])
@@ -53,19 +51,30 @@ def test_kills_inside_replacement_and_creation(space):
 def test_every_named_point_is_passed(space):
     """A point that nothing passes would be a kill that never happens."""
     passed = set()
-    for scenario in (STEPPING[5], STEPPING[6], CHANGING[1]):
+    for scenario in (STEPPING[1], STEPPING[5], STEPPING[6], CHANGING[1]):
         with prepared(space / "points", scenario) as (reference, directory):
             passed |= set(profile(reference, directory / "profile", frozenset()).points)
     assert passed == POINTS
 
 
 @pytest.mark.parametrize(
-    "place", ["scatter half", "scatter torn", "slot half", "entry half committed", "replay ends"]
+    ("place", "scenario"),
+    [
+        ("scatter half", STEPPING[6]),
+        ("scatter torn", STEPPING[6]),
+        ("entry half committed", STEPPING[6]),
+        ("replay ends", STEPPING[6]),
+        ("kernel half", STEPPING[1]),
+        ("kernel torn", STEPPING[1]),
+        ("open entry note", STEPPING[1]),
+        ("close entry half", STEPPING[1]),
+        ("slot half", STEPPING[1]),
+    ],
 )
-def test_the_same_moment_again_and_again(space, place):
+def test_the_same_moment_again_and_again(space, place, scenario):
     """The next process dies where the last one did, four times over."""
     figures = Figures()
-    with prepared(space / "again", STEPPING[1]) as (reference, directory):
+    with prepared(space / "again", scenario) as (reference, directory):
         Life(reference, directory / "run", figures, lambda: Plan(Stop(place, 3), 5)).run(4)
     complain(figures)
     assert figures.kills[place] + 4 * figures.finished >= 4
@@ -75,22 +84,25 @@ def test_the_same_moment_again_and_again(space, place):
 def test_without_a_journal_the_harness_finds_torn_steps(space):
     """What the figures above are worth: with durability 'none' the same kills must be noticed."""
     scenario = replace(STEPPING[1], name="no journal", durability="none")
-    stops = iter([Stop("scatter torn", 7), *[Stop("scatter half", 4)] * 20])
+    stops = iter([Stop("kernel torn", 7), *[Stop("kernel half", 4)] * 20])
     figures = Figures()
     with prepared(space / "none", scenario) as (reference, directory):
         Life(reference, directory / "run", figures, lambda: Plan(next(stops), 5)).run(5)
     assert figures.failures["torn"] + figures.failures["lost"] == 1
 
 
-def test_a_forgotten_commit_is_found(space, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "scenario"), [("kernel begins", STEPPING[0]), ("gather begins", STEPPING[4])]
+)
+def test_a_forgotten_commit_is_found(space, monkeypatch, place, scenario):
     """Nor may a step be lost that had returned: here commits do nothing until the state is closed."""
     from dsa.state.journal import Journal
 
     figures = Figures()
-    scenario = replace(STEPPING[0], name="forgetful", ops=steps(0, 20))
+    scenario = replace(scenario, name="forgetful", ops=steps(0, 20))
     with prepared(space / "forgetful", scenario) as (reference, directory):
         monkeypatch.setattr(Journal, "commit", lambda self: None)
-        stops = iter([Stop("gather begins", 11)])
+        stops = iter([Stop(place, 11)])
         Life(reference, directory / "run", figures, lambda: Plan(next(stops), 15)).run(1)
     assert sum(figures.failures.values()) == 1
 
