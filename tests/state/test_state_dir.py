@@ -878,3 +878,12 @@ def test_the_stamp_at_the_end_of_its_range(path, last):
         assert torch.isfinite(optimizer.read_rows([3, 19], "left")).all()
         optimizer.step({"right": BATCH["right"]})
         assert torch.isfinite(optimizer.read_rows([6, 0], "right")).all()
+
+
+@pytest.mark.parametrize("durability", ["none", "process", "power"])
+def test_a_step_of_no_table_counts(path, durability):
+    with build(path, resume=True, durability=durability) as optimizer:
+        before = optimizer.global_step
+        optimizer.step({})
+        optimizer.step(BATCH)
+        assert optimizer.global_step == before + 2
