@@ -224,8 +224,9 @@ class _Stubborn:
                 break
             self.done = number + 1
             self._press()
-        # The first one tells; another one only lets go.
-        closed = self._attempt(self.optimizer.close) and not self.warned
+        # What raised, then or in a last operation that was a close, has let go: calling again says nothing.
+        let_go = self.begun > self.done and run.ops[self.done].kind == "close"
+        closed = self._attempt(self.optimizer.close) and not self.warned and not let_go
         self.floor = self.done if closed else self.floor
         self._heal()
         self.told = not closed
