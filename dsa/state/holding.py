@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, final
 
 from dsa.backends import system
+from dsa.backends.births import file_number
 from dsa.errors import StateError, StateLockedError, StateMovedError
 
 __all__ = ["LOCK_NAME", "HeldDirectory", "file_numbers"]
@@ -120,14 +121,16 @@ class HeldDirectory:
 
 
 def file_numbers(directory: Path, names: Iterable[str]) -> dict[str, int]:
-    """Return the numbers that the file system gives files of a directory and, as ``"."``, the directory.
+    """Return what tells files of a directory from others and, as ``"."``, the directory.
 
-    Files that are not there are left out.
+    Files that are not there are left out. Devices are not told apart: after a restart a disk may be another
+    one. A mark in the files would tell nothing more, since whoever writes into a file that is there, and so
+    keeps its number, overwrites the mark as well.
     """
     numbers = {}
     for name in (".", *names):
         with contextlib.suppress(FileNotFoundError):
-            numbers[name] = os.stat(directory / name).st_ino
+            numbers[name] = file_number(directory / name)
     return numbers
 
 

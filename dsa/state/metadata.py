@@ -77,8 +77,8 @@ class Metadata:
         life: Counts the openings and the replacements of whole tables; each has a journal of its own.
         journal: Whether this life has one.
         durable_step: The last step that the device is known to hold.
-        files: What was opened: by name, the numbers that the file system gives the files (inodes). A copy has
-            others.
+        files: What was opened: by name, what tells the files from others, see `dsa.backends.births`. A copy
+            has others.
         failed: What the device refused to sync, in words, or an empty string.
     """
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from dsa.backends import system
 from dsa.backends.base import InPlace, StateBackend
+from dsa.backends.births import is_same_file
 from dsa.errors import StateCorruptError, StateError, StateWarning, notify
 from dsa.state.creation import make_table, start
 from dsa.state.facts import stored_facts, unreadable_table
@@ -183,7 +184,7 @@ def is_copy(path: Path, stored: Metadata) -> bool:
     if stored.status != "open":
         return False
     found = file_numbers(path, [name for name in stored.files if name != "."])
-    return any(found.get(name, number) != number for name, number in stored.files.items())
+    return any(not is_same_file(found.get(name, number), number) for name, number in stored.files.items())
 
 
 def defects(stored: Metadata, *, copied: bool) -> list[str]:

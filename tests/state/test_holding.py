@@ -20,6 +20,7 @@ from dsa.backends import Zarr, system
 from dsa.errors import StateCorruptError, StateError, StateLockedError, StateMovedError, StateWarning
 from dsa.state.holding import LOCK_NAME, HeldDirectory
 from dsa.state.metadata import read_metadata
+from dsa.state.recovery import is_copy
 
 ROWS = 30
 ALL = {"a": (np.arange(ROWS), np.ones((ROWS, 2), np.float32))}
@@ -272,6 +273,26 @@ def test_a_copy_of_a_live_directory_is_refused(tmp_path, kind):
     shutil.copytree(tmp_path / "state", tmp_path / "closed")
     with build(tmp_path / "closed", True, **KINDS[kind]) as again:
         assert (again.global_step, counts(again)) == (2, [2])
+
+
+@every_kind
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_backup_of_a_live_directory_that_is_put_back(tmp_path, kind, anew):
+    """New files are seen. Where those that are there are written into, nothing is left that could tell."""
+    path = tmp_path / "state"
+    optimizer = build(path, **KINDS[kind])
+    optimizer.step(ALL)
+    optimizer.flush()
+    shutil.copytree(path, tmp_path / "backup")
+    optimizer._state.abandon()
+    if anew:
+        shutil.rmtree(path)
+    for file in (tmp_path / "backup").rglob("*"):
+        target = path / file.relative_to(tmp_path / "backup")
+        if file.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+    assert is_copy(path, read_metadata(path)) == anew
 
 
 @pytest.mark.parametrize("part", ["the table", "the journal", "the description's directory"])
