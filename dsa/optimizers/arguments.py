@@ -11,7 +11,14 @@ import torch
 from dsa.backends.base import Layout
 from dsa.errors import StateMismatchError, StateWarning, notify
 from dsa.optimizers.options import as_number
-from dsa.rules.conventions import DSA_ADAM, BiasCorrection, Convention
+from dsa.rules.conventions import (
+    DSA_ADAM,
+    AdamOptions,
+    BiasCorrection,
+    Convention,
+    SecondMoment,
+    WeightDecayMode,
+)
 from dsa.rules.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.rules.manifolds import manifold_of
 from dsa.rules.updates import AnyRule, label_of
@@ -33,6 +40,7 @@ __all__ = [
     "named_groups",
     "named_sources",
     "named_table",
+    "options_in",
     "wanted_curvatures",
 ]
 
@@ -83,23 +91,49 @@ def checked_updates(updates: object) -> list[tuple[str, Any]]:
 
 
 def dialect_of(
-    convention: Convention | None, bias_correction: BiasCorrection | None, default: Convention = DSA_ADAM
+    convention: Convention | None,
+    default: Convention = DSA_ADAM,
+    **given: BiasCorrection | SecondMoment | WeightDecayMode | None,
 ) -> Convention:
     """Return the convention in force.
 
+    Args:
+        convention: The one that was passed, if any.
+        default: What holds otherwise.
+        **given: What was passed beside it, by its names; what is not None takes the place of the
+            convention's.
+
     Raises:
-        ValueError: the two arguments contradict each other.
+        TypeError: it is no convention.
+        ValueError: a value is not known.
     """
     base = default if convention is None else convention
     if not isinstance(base, Convention):
         raise TypeError(
             f"convention={convention!r} is not one: pass one of dsa.conventions, or Convention(...)"
         )
-    if bias_correction is None or bias_correction == base.bias_correction:
-        return base
-    if convention is not None:
-        raise ValueError(f"bias_correction={bias_correction!r} contradicts {convention}: pass one of them")
-    return Convention(base.eps_placement, bias_correction)
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(base, **changes)
+
+
+def options_in(convention: Convention, **numbers: Any) -> AdamOptions:  # noqa: ANN401 - the options'
+    """Return the options of a step in a dialect.
+
+    Args:
+        convention: The dialect.
+        **numbers: Further fields of `AdamOptions`.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    return AdamOptions(
+        eps_placement=convention.eps_placement,
+        bias_correction=convention.bias_correction,
+        weight_decay_mode=convention.weight_decay_mode,
+        second_moment=convention.second_moment,
+        beta_powers=convention.beta_powers,
+        **numbers,
+    )
 
 
 def curvatures_of(k: float | Mapping[str, float], names: Mapping[str, object]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from dsa.optimizers.arguments import (
     layout_of_backend,
     named_groups,
     named_table,
+    options_in,
 )
 from dsa.optimizers.fingerprints import require_belonging, vouch
 from dsa.optimizers.flattening import gradient_rows, moments_by_rows
@@ -31,7 +32,7 @@ from dsa.optimizers.options import as_number, group_options
 from dsa.optimizers.reference import check_reference, merged_groups, reference_to
 from dsa.optimizers.registration import Registry, require_ball
 from dsa.optimizers.resident import ParameterWeights, put_rows, row_elements
-from dsa.optimizers.stepping import Batch, Stepping
+from dsa.optimizers.stepping import Batch, Stepping, in_dialect
 from dsa.optimizers.tensors import to_array
 from dsa.rules.adam import adam_rule
 from dsa.rules.conventions import (
@@ -80,11 +81,11 @@ class DiskSparseAdam(torch.optim.Optimizer):
         eps: Floor of the denominator, > 0; added to the uncorrected root, as torch's SparseAdam does.
         weight_decay: Decay of the rows of a batch, >= 0.
         state_dir: The state directory. Needed only when there are ordinary parameters.
-        weight_decay_mode: ``"l2"`` or ``"decoupled"``.
+        weight_decay_mode: ``"l2"``, ``"decoupled"`` or another of `Convention`; None takes the convention's.
         maximize: Ascend instead of descend.
-        bias_correction: ``"row"`` or ``"parameter"``; None takes the convention's.
-        second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``. With `DiskEmbedding`, ``"row"`` goes with
-            its ``state="rowwise_adam"``.
+        bias_correction: ``"row"``, ``"parameter"`` or ``"global"``; None takes the convention's.
+        second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``; None takes the convention's. With
+            `DiskEmbedding`, ``"row"`` goes with its ``state="rowwise_adam"``.
         v_transport: ``"tensor"`` or ``"sqrt"``, for tables on a ball.
         max_step: Longest step on a ball in hyperbolic units, or None.
         resume: None refuses to guess when there is state in `state_dir`; True continues it; False replaces
@@ -94,7 +95,9 @@ class DiskSparseAdam(torch.optim.Optimizer):
         allocate: ``"reserve"`` or ``"sparse"``.
         durability: ``"process"``, ``"power"`` or ``"none"``.
         async_writes: Write in a thread.
-        convention: The dialect of Adam; None is SparseAdam's epsilon with counters per row.
+        convention: The dialect of Adam, one of `dsa.conventions`; None is SparseAdam's epsilon with counters
+            per row and decay as ``"l2"``. What is passed beside it takes the place of its own; the dialect in
+            force is in ``repr(optimizer)`` and in `convention`.
 
     Raises:
         ValueError: an option is out of range or contradicts another, or a parameter is dense by its shape.
@@ -120,10 +123,10 @@ class DiskSparseAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         state_dir: str | os.PathLike[str] | None = None,
-        weight_decay_mode: WeightDecayMode = "l2",
+        weight_decay_mode: WeightDecayMode | None = None,
         maximize: bool = False,
         bias_correction: BiasCorrection | None = None,
-        second_moment: SecondMoment = "coordinate",
+        second_moment: SecondMoment | None = None,
         v_transport: VTransport = "tensor",
         max_step: float | None = None,
         resume: bool | None = None,
@@ -135,18 +138,22 @@ class DiskSparseAdam(torch.optim.Optimizer):
     ) -> None:
         if not as_number("lr", lr) > 0.0:
             raise ValueError(f"lr={lr!r} is out of range: pass a number > 0 (a scheduler may set 0 later)")
-        dialect = dialect_of(convention, bias_correction, Convention("uncorrected", "row"))
-        self._fixed = AdamOptions(
-            lr=float(lr),
-            eps_placement=dialect.eps_placement,
-            bias_correction=dialect.bias_correction,
+        self._convention = dialect_of(
+            convention,
+            Convention("uncorrected", "row"),
+            bias_correction=bias_correction,
             second_moment=second_moment,
+            weight_decay_mode=weight_decay_mode,
+        )
+        self._fixed = options_in(
+            self._convention,
+            lr=float(lr),
             v_transport=v_transport,
             max_step=None if max_step is None else as_number("max_step", max_step),
         )
         queue = Queue() if async_writes else None
         choice = StorageChoice(allocate, layout_of_backend(backend), durability, queue)
-        self._registry = Registry(state_dir, resume, choice, adam_rule(second_moment))
+        self._registry = Registry(state_dir, resume, choice, adam_rule(self._convention.second_moment))
         self._state: StateDirectory | None = None
         self._tables: dict[torch.Tensor, Table] = {}
         self._told: set[torch.Tensor] = set()
@@ -156,7 +163,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "weight_decay_mode": weight_decay_mode,
+            "weight_decay_mode": self._convention.weight_decay_mode,
             "maximize": maximize,
         }
         groups = named_groups(params)
@@ -170,6 +177,11 @@ class DiskSparseAdam(torch.optim.Optimizer):
     def global_step(self) -> int:
         """The number of steps that the state has taken."""
         return self._require_state().global_step
+
+    @property
+    def convention(self) -> Convention:
+        """The dialect of Adam in force; a group may have another ``weight_decay_mode``."""
+        return self._convention
 
     @property
     def param_names(self) -> list[str]:
@@ -314,6 +326,9 @@ class DiskSparseAdam(torch.optim.Optimizer):
     ) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self._convention}"
+
     def __getstate__(self) -> NoReturn:
         raise TypeError(_PICKLING)
 
@@ -343,7 +358,8 @@ class DiskSparseAdam(torch.optim.Optimizer):
     def _update(self, grads: list[tuple[torch.Tensor, torch.Tensor, AdamOptions]]) -> None:
         with self._ready() as state:
             require_belonging(state, list(self._tables.values()), self._registry.positional)
-            self._stepping.take(state, [self._batch(*each) for each in grads])
+            batches = [self._batch(*each) for each in grads]
+            self._stepping.take(state, in_dialect(batches, self._convention))
 
     def _batch(self, parameter: torch.Tensor, grad: torch.Tensor, options: AdamOptions) -> Batch:
         table = self._tables[parameter]

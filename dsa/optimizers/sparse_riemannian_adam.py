@@ -25,10 +25,11 @@ from dsa.optimizers.arguments import (
     layout_of_backend,
     named_sources,
     named_table,
+    options_in,
     wanted_curvatures,
 )
 from dsa.optimizers.options import as_number, group_options
-from dsa.optimizers.stepping import Batch, Stepping
+from dsa.optimizers.stepping import Batch, Stepping, in_dialect
 from dsa.optimizers.tensors import ArrayLike, to_array
 from dsa.rules.adam import adam_rule
 from dsa.rules.conventions import (
@@ -75,7 +76,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         eps: Floor of the denominator, > 0. On the ball it is compared with ``|g| / lambda^2``, in frame and
             row mode with ``|g| / lambda``.
         weight_decay: Decay of the rows of a batch, >= 0.
-        weight_decay_mode: ``"l2"`` or ``"decoupled"``; another value is refused.
+        weight_decay_mode: ``"l2"``, ``"decoupled"`` or another of `Convention`; None takes the convention's.
         k: Curvature magnitude, the curvature being -k: 0 is flat, > 0 a ball of radius ``1 / sqrt(k)``. A
             dict gives one for each table. When state is resumed, the stored curvature wins, with a warning.
         disk_dir: The state directory.
@@ -100,11 +101,12 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         async_writes: Write in a thread. It pays when the disk is slower than training: for the memmap backend
             only if its file is far larger than memory.
         second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``, see `AdamOptions`; the last two are better
-            on the ball.
+            on the ball. None takes the convention's.
         v_transport: ``"tensor"`` or ``"sqrt"``, on the ball.
         max_step: Longest step on the ball in hyperbolic units, or None.
-        bias_correction: ``"row"`` or ``"parameter"``; None takes the convention's.
-        convention: The dialect of Adam, `dsa.conventions.DSA_ADAM` when None.
+        bias_correction: ``"row"``, ``"parameter"`` or ``"global"``; None takes the convention's.
+        convention: The dialect of Adam, one of `dsa.conventions`; `dsa.conventions.DSA_ADAM` when None. What
+            is passed beside it takes the place of its own; the dialect in force is in ``repr(optimizer)``.
 
     Raises:
         ValueError: an option is out of range, or options contradict each other.
@@ -131,7 +133,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        weight_decay_mode: WeightDecayMode = "l2",
+        weight_decay_mode: WeightDecayMode | None = None,
         k: float | Mapping[str, float] = 1.0,
         disk_dir: str | os.PathLike[str] = "./disk_cache",
         max_queue_size: int = 150,
@@ -144,24 +146,26 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         allocate: Allocate = "reserve",
         durability: Durability = "process",
         async_writes: bool = False,
-        second_moment: SecondMoment = "coordinate",
+        second_moment: SecondMoment | None = None,
         v_transport: VTransport = "tensor",
         max_step: float | None = None,
         bias_correction: BiasCorrection | None = None,
         convention: Convention | None = None,
     ) -> None:
         sources = named_sources(params)
-        dialect = dialect_of(convention, bias_correction)
-        options = AdamOptions(
+        self._convention = dialect_of(
+            convention,
+            bias_correction=bias_correction,
+            second_moment=second_moment,
+            weight_decay_mode=weight_decay_mode,
+        )
+        options = options_in(
+            self._convention,
             lr=as_number("lr", lr),
             beta1=as_number("beta1", beta1),
             beta2=as_number("beta2", beta2),
             eps=as_number("eps", eps),
             weight_decay=as_number("weight_decay", weight_decay),
-            weight_decay_mode=weight_decay_mode,
-            eps_placement=dialect.eps_placement,
-            bias_correction=dialect.bias_correction,
-            second_moment=second_moment,
             v_transport=v_transport,
             max_step=None if max_step is None else as_number("max_step", max_step),
         )
@@ -171,7 +175,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
                 f"max_step={max_step!r} is a length on the ball, but every table has k=0: leave it out, or "
                 "pass k > 0"
             )
-        rule, fraction = adam_rule(second_moment), as_fraction(init_max_norm_fraction)
+        rule, fraction = adam_rule(options.second_moment), as_fraction(init_max_norm_fraction)
         specs = [
             table_spec(name, source, rule, k=curvatures[name], init_max_norm_fraction=fraction)
             for name, source in sources.items()
@@ -185,6 +189,11 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         self._state = open_directory(disk_dir, specs, resume, storage)
         defaults = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": held, "names": list(sources)}], defaults)
+
+    @property
+    def convention(self) -> Convention:
+        """The dialect of Adam in force."""
+        return self._convention
 
     @property
     def global_step(self) -> int:
@@ -203,8 +212,9 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         Args:
             updates: ``{name: (indices, gradients)}``: indices ``(B,)`` of an integer dtype, in any order, and
                 Euclidean gradients ``(B, D)`` of a floating dtype, on any device. Gradients of equal indices
-                are summed. A table that is left out, or has B = 0, does not change; the empty batch counts as
-                a step of the table where bias is corrected per parameter, as in torch.
+                are summed, or averaged where the convention says so. A table that is left out, or has B = 0,
+                does not change; the empty batch counts as a step of the table, as in torch, unless the
+                convention skips it.
             current_k: A new curvature for the tables that are on a ball, as by `set_curvature`, before the
                 step: a change of its own, which stays if the step is then refused.
 
@@ -221,7 +231,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
                 change_curvature(
                     state, wanted_curvatures(state.tables, current_k, name=None), "clip", reset_moments=False
                 )
-            self._stepping.take(state, batches)
+            self._stepping.take(state, in_dialect(batches, self._convention))
 
     def read_rows(self, indices: ArrayLike | Sequence[int], name: str | None = None) -> torch.Tensor:
         """Return the current weights of some rows.
@@ -350,7 +360,8 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             f"{table.name}: {len(table)} x {table.dim}, k={table.k:g}"
             for table in self._state.tables.values()
         )
-        return f"{type(self).__name__}({tables}; {str(self._state.path)!r}, step {self.global_step})"
+        head = f"{type(self).__name__}({tables}; {str(self._state.path)!r}, step {self.global_step}; "
+        return f"{head}{self._convention})"
 
     def state_dict(self) -> NoReturn:
         """Refuse: the state is on disk and does not fit a dictionary."""

@@ -15,12 +15,14 @@ from dsa.optimizers.prefetch import Prefetcher
 from dsa.optimizers.statistics import Counters, statistics
 from dsa.optimizers.update import explain, update_in_place, update_records
 from dsa.optimizers.watch import ClampWatch
+from dsa.rules.conventions import Convention
 from dsa.schema import Records, Rows
+from dsa.state.coalesce import average
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table, stamp_of
 from dsa.state.transactions import Effect, Images
 
-__all__ = ["Batch", "Stepping"]
+__all__ = ["Batch", "Stepping", "in_dialect"]
 
 
 class Batch(NamedTuple):
@@ -41,6 +43,14 @@ class Batch(NamedTuple):
     options: object
     weights: Floats | None = None
     effects: Sequence[Effect] = ()
+
+
+def in_dialect(batches: Sequence[Batch], convention: Convention) -> list[Batch]:
+    """Return the batches of a step as a dialect has them: duplicates averaged, empty ones left out."""
+    taken = [batch for batch in batches if len(batch.rows) or convention.empty_batch == "counts"]
+    if convention.duplicates == "mean":
+        return [batch._replace(gradients=average(batch.gradients)) for batch in taken]
+    return taken
 
 
 @final

@@ -18,7 +18,7 @@ from dsa.kernels.rows import first_non_finite_row, group_rows, inspect_rows, sor
 from dsa.kernels.visiting import Gradients, sum_gradients
 from dsa.schema import Rows
 
-__all__ = ["as_gradient", "as_rows", "coalesce", "merge", "require_finite"]
+__all__ = ["as_gradient", "as_rows", "average", "coalesce", "merge", "require_finite"]
 
 
 def as_rows(indices: NDArray[Any], rows: int, table: str) -> Rows:
@@ -131,6 +131,28 @@ def merge(gradients: Gradients) -> Floats:
     merged = np.empty((len(gradients.starts) - 1, gradients.values.shape[1]), np.float32)
     sum_gradients(gradients, merged)
     return merged
+
+
+def average(gradients: Gradients) -> Gradients:
+    """Return gradients whose sums are the means of those of each distinct row.
+
+    Each is divided by how many there are, so that what is wrong with one can still be told.
+
+    Args:
+        gradients: As `coalesce` returns them; they stay as they are.
+
+    Example:
+        >>> _, gradients = coalesce(np.array([3, 1, 3]), np.array([[1], [5], [2]], dtype=np.float32))
+        >>> merge(average(gradients))
+        array([[5. ],
+               [1.5]], dtype=float32)
+    """
+    counts = np.diff(gradients.starts)
+    if (counts == 1).all():
+        return gradients
+    divisors = np.empty((len(gradients.order), 1), np.float32)
+    divisors[gradients.order, 0] = np.repeat(counts, counts)
+    return gradients._replace(values=gradients.values / divisors)
 
 
 def require_finite(gradients: Gradients, rows: Rows, table: str) -> None:
