@@ -45,7 +45,8 @@ class TableSummary:
         steps: Optimizer steps in which the table took part.
         initializer: The rule of the first weights as JSON, or None.
         touched_rows: Rows that were ever written: those with a stamp.
-        stepped_rows: Rows that were ever updated by a step.
+        stepped_rows: Rows that were ever updated by a step; where a rule keeps no count of a row's updates,
+            those whose last write was after the first step began.
         implausible_rows: Rows with a number that no training produces: one that is not finite, or a negative
             second moment, counter or stamp.
         first_implausible: The first of these, or None.
@@ -230,14 +231,21 @@ class _Pass:
         self.touched += len(written)
         if "w" in squares:
             self._take_weights(np.sqrt(squares["w"][good]))
-        counters = records["t"] if "t" in self._names else np.zeros(len(records), np.int32)
-        self.stepped += int(np.count_nonzero(counters > 0))
-        moving = good & (counters > 0)
-        self.updates.add(counters[moving])
+        stepped = self._stepped(records)
+        self.stepped += int(np.count_nonzero(stepped))
+        moving = good & stepped
+        if "t" in self._names:
+            self.updates.add(records["t"][moving])
         if "m" in squares:
             self.first.add(np.sqrt(squares["m"][moving] / numbers["m"].shape[1]))
         if "v" in means:
             self.second.add(np.sqrt(means["v"][moving]))
+
+    def _stepped(self, records: Records) -> NDArray[np.bool_]:
+        """Tell which rows were updated by a step."""
+        if "t" in self._names:
+            return np.asarray(records["t"] > 0)
+        return np.asarray(records["s"] > 1) if "s" in self._names else np.zeros(len(records), np.bool_)
 
     def _take_weights(self, norms: NDArray[np.float64]) -> None:
         self.norms.add(norms)

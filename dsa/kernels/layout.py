@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +16,25 @@ __all__ = ["Floats", "WordLayout", "Words", "as_words", "word_layout"]
 Words = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
+_STAMP: Final = 4
+
 
 class WordLayout(NamedTuple):
-    """Where Adam's fields lie in a record, in 32-bit words.
+    """Where the fields lie in a record, in 32-bit words.
 
-    The fields follow one another in the order ``w m v t s``. ``w`` is -1 in records without weights, those of
-    a parameter that stays in memory; `first` is where the floating-point fields begin.
-    ``v_length`` is D when the second moment is stored per element and 1 when it is stored per row.
+    A record is a sequence of five runs of fields: the weight, the numbers of its update rule that may have
+    either sign, those that are never negative, its counts, and the stamp. The letters are those of Adam,
+    whose record ``w m v t s`` has one field in each. All but the last may be empty: the letter of an empty
+    run is where the next one begins.
+
+    Args:
+        w: The weight; -1 in records without weights, those of a parameter that stays in memory.
+        m: The numbers of either sign.
+        v: The numbers that are never negative.
+        t: The counts, of which the first is that of the row's updates: every pass counts them.
+        s: The stamp.
+        dim: Elements of a field that is stored per element; 1 where there is none.
+        first: Where the numbers begin.
     """
 
     w: int
@@ -30,33 +43,47 @@ class WordLayout(NamedTuple):
     t: int
     s: int
     dim: int
-    v_length: int
     first: int
 
 
 @lru_cache(maxsize=64)
-def word_layout(dtype: np.dtype[np.void]) -> WordLayout:
-    """Return where the fields ``m v t s``, and ``w`` if there is one, of a record dtype lie.
+def word_layout(dtype: np.dtype[np.void], non_negative: tuple[str, ...]) -> WordLayout:
+    """Return where the fields of a record dtype lie.
+
+    Args:
+        dtype: That of an update rule's schema, in which every field is float32 or int32.
+        non_negative: The floating-point fields that are never negative.
 
     Raises:
-        KeyError: a field is missing.
-        ValueError: the fields are in another order.
+        ValueError: a field is of another kind, or the fields are in another order.
 
     Example:
         >>> from dsa.schema import adam_schema
-        >>> word_layout(adam_schema(dim=2).dtype)
-        WordLayout(w=0, m=2, v=4, t=6, s=7, dim=2, v_length=2, first=0)
+        >>> word_layout(adam_schema(dim=2).dtype, ("v",))
+        WordLayout(w=0, m=2, v=4, t=6, s=7, dim=2, first=0)
     """
     fields: Any = dtype.fields
-    m, v, t, s = (fields[name][1] // 4 for name in ("m", "v", "t", "s"))
-    w = fields["w"][1] // 4 if "w" in fields else -1
-    dim, v_length = _length(fields["m"][0]), _length(fields["v"][0])
-    first = w if w >= 0 else m
-    if (m, v, t, s) != (first + dim * (w >= 0), m + dim, v + v_length, v + v_length + 1):
+    names = dtype.names or ()
+    runs = [_run(fields[name][0], name, name in non_negative) for name in names]
+    lengths = [_length(fields[name][0]) for name in names]
+    starts = [sum(lengths[:i]) for i in range(len(names))]
+    adjoining = starts == [fields[name][1] // 4 for name in names]
+    if not adjoining or runs != sorted(runs) or runs[-1:] != [_STAMP]:
         raise ValueError(
-            f"the fields of {dtype} do not follow one another as w m v t s: use dsa.schema.adam_schema"
+            f"the fields of {dtype} do not follow one another as w m v t s: put the weight first, then the "
+            "numbers of either sign, those that are never negative, counts and the stamp, in 32 bits each"
         )
-    return WordLayout(w, m, v, t, s, dim, v_length, first)
+    m, v, t, s = (starts[bisect_left(runs, run)] for run in (1, 2, 3, _STAMP))
+    return WordLayout(0 if "w" in names else -1, m, v, t, s, max(lengths), 0)
+
+
+def _run(dtype: np.dtype[Any], name: str, non_negative: bool) -> int:
+    """Return which of the five runs a field belongs to; a number beyond them where to none."""
+    if dtype.base == np.dtype("<i4"):
+        return _STAMP if name == "s" else 3
+    if dtype.base != np.dtype("<f4"):
+        return _STAMP + 1
+    return 0 if name == "w" else 2 if non_negative else 1
 
 
 def as_words(records: Records) -> tuple[Words, Floats]:

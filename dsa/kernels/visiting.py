@@ -187,7 +187,8 @@ def _ask_ahead(visit: Visit, q: int) -> None:
 def _judge(image: Words, layout: WordLayout, factors: Words, unwritten: int) -> int:
     """Tell whether an update may use a record.
 
-    It may not when the record does not match its checksum, or has a negative second moment, counter or stamp.
+    It may not when the record does not match its checksum, or has a negative number where none is, such as a
+    second moment, a counter or the stamp.
     A number that is not finite needs no question: it stays so through every update, and the result is
     checked.
     """
@@ -218,11 +219,15 @@ def _sum_gradients(gradients: Gradients, p: int, total: Floats) -> None:
 
 @compiled(_nrt=False)
 def _finish(visit: Visit, p: int, slot: int, stamp: int) -> bool:
-    """Complete a new record by counter, stamp and checksum; return whether its numbers are finite."""
+    """Complete a new record by counter, stamp and checksum; return whether its numbers are finite.
+
+    What the rule counts beside the updates of the row is its own to write.
+    """
     layout, factors = visit.layout, visit.factors
     record = visit.table[visit.places[p]]
-    count = visit.images[slot, layout.t]
-    record[layout.t] = count + 1 if count < LAST_COUNT else count
+    if layout.t < layout.s:
+        count = visit.images[slot, layout.t]
+        record[layout.t] = count + 1 if count < LAST_COUNT else count
     record[layout.s] = stamp
     if factors.shape[0]:
         total = _ZERO
@@ -293,6 +298,7 @@ def visit_records(
     grad: Floats,
     constants: Any,  # noqa: ANN401 - those of the rule
     weights: Floats | None = None,
+    non_negative: tuple[str, ...] = ("v",),
 ) -> StepReport:
     """Update records in memory of their own.
 
@@ -302,16 +308,18 @@ def visit_records(
         grad: ``(B, D)`` float32, C-contiguous.
         constants: What the pass needs.
         weights: ``(B, D)`` float32, written in place: the weights of records that have none.
+        non_negative: The floating-point fields that are never negative, Adam's unless said otherwise.
 
     Returns:
         The report; when ``report.bad >= 0`` the contents of `records` must be thrown away.
     """
     count, each = len(records), np.arange(len(records) + 1)
-    words, layout = as_words(records)[0], word_layout(records.dtype)
+    words, layout = as_words(records)[0], word_layout(records.dtype, non_negative)
+    dim = grad.shape[1]
     none = np.empty(0, np.int64)
     visit = Visit(
         table=words,
-        weights=np.empty((0, layout.dim), np.float32) if weights is None else weights,
+        weights=np.empty((0, dim), np.float32) if weights is None else weights,
         layout=layout,
         places=each[:-1],
         rows=each[:-1],
@@ -323,6 +331,6 @@ def visit_records(
         unwritten=USABLE,
         factors=np.empty(0, np.int32),
     )
-    scratch = make_scratch(layout.dim)
+    scratch = make_scratch(dim)
     bad, _ = update(visit, Gradients(grad, each[:-1], each), constants, scratch, 0, count)
     return StepReport.of(bad, scratch.told)

@@ -52,7 +52,7 @@ def update_in_place(
     visit = Visit(
         table=images.words,  # another one in each slice
         weights=np.empty((0, dim), np.float32) if weights is None else weights,
-        layout=word_layout(table.backend.schema.dtype),
+        layout=word_layout(table.backend.schema.dtype, tuple(table.rule.non_negative)),
         places=rows,
         rows=rows,
         positions=np.arange(count),
@@ -115,7 +115,7 @@ def update_records(
     visit = Visit(
         table=words,
         weights=np.empty((0, dim), np.float32) if weights is None else weights,
-        layout=word_layout(records.dtype),
+        layout=word_layout(records.dtype, tuple(table.rule.non_negative)),
         places=places,
         rows=rows,
         positions=places,

@@ -25,9 +25,10 @@ class UpdateRule(Protocol[Options]):
     options of a step.
 
     The first field of a record is the weight ``w``, float32 per element, unless the weights are elsewhere;
-    the last is the stamp ``s``, int32 per row, see `dsa.schema.adam_schema`. Other fields of type int32 are
-    counts, hence never negative; the others are float32 or bfloat16. All are 0 in a row that was never
-    written. What the passes of `dsa.kernels.visiting` can go through is told by `dsa.kernels.layout`.
+    the last is the stamp ``s``, int32 per row, see `dsa.schema.adam_schema`. Between them are the fields of
+    the rule, if it has any, in the order of `dsa.kernels.layout.WordLayout`: those of type int32 are counts,
+    hence never negative; the others are float32 or bfloat16. All are 0 in a row that was never written, and
+    in one whose weight alone was set, so that 0 has to be where a rule begins.
     """
 
     @property

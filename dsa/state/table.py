@@ -221,7 +221,7 @@ def read_weights(table: Table, rows: Rows) -> Weights:
 
 def _copy_weights(table: Table, mapped: InPlace, rows: Rows, weights: Weights) -> None:
     """Fill in the weights of `rows`, straight from where their records are."""
-    layout = word_layout(table.backend.schema.dtype)
+    layout = word_layout(table.backend.schema.dtype, tuple(table.rule.non_negative))
     fresh, unwritten = np.empty(len(rows), np.int64), unwritten_rows(table)
     table.rows_read += len(rows)
 
