@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from dsa.errors import StateMismatchError
+from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD
 from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM
 from dsa.rules.updates import AnyRule
 
@@ -14,6 +15,8 @@ RULES: Final[tuple[AnyRule, ...]] = (
     ADAM,
     FRAME_ADAM,
     ROW_WISE_ADAM,
+    ADAGRAD,
+    ROW_WISE_ADAGRAD,
 )
 """One for each name; `UpdateRule.with_options` tells apart those of one name."""
 

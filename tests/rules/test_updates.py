@@ -30,6 +30,7 @@ from dsa.kernels.plausible import describe_fault, first_implausible
 from dsa.kernels.visiting import Gradients, pass_of
 from dsa.optimizers.stepping import Batch, Stepping
 from dsa.rules import known
+from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD, AdagradOptions
 from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM, adam_rule
 from dsa.rules.conventions import AdamOptions
 from dsa.rules.init import Normal
@@ -131,6 +132,8 @@ CASES = {
     "frame_adam": Case(FRAME_ADAM, AdamOptions(lr=0.01), 1.0, 4 * (3 * DIM + 2)),
     "row_wise_adam": Case(ROW_WISE_ADAM, AdamOptions(lr=0.1), 0.0, 4 * (2 * DIM + 3)),
     "row_wise_adam on a ball": Case(ROW_WISE_ADAM, AdamOptions(lr=0.01), 1.0, 4 * (2 * DIM + 3)),
+    "adagrad": Case(ADAGRAD, AdagradOptions(0.1, lr_decay=0.01), 0.0, 4 * (2 * DIM + 1)),
+    "row_wise_adagrad": Case(ROW_WISE_ADAGRAD, AdagradOptions(0.1), 0.0, 4 * (DIM + 2)),
     "one's own": Case(MOMENTUM, Rate(0.1), 0.0, 4 * (2 * DIM + 3)),
 }
 
