@@ -60,6 +60,7 @@ pytest.register_assert_rewrite(
     "lives",
     "losses",
     "outages",
+    "passes",
     "power",
     "references",
     "replacement",

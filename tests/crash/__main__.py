@@ -34,6 +34,7 @@ from campaign import (
 from harness import Figures
 from interrupts import interrupt_for_real
 from outages import lose_power_unpromised
+from passes import kill_at_lines, kill_passes
 from references import workspace
 from scenarios import CHANGING, ENDURING, STEPPING, Scenario, over
 from tables import BACKENDS
@@ -44,6 +45,7 @@ _FAILING = {"memmap": 0.05, "zarr": 0.03, "zstd": 0.01}
 _KINDS = (
     "configurations",
     "steps",
+    "passes",
     "changes",
     "replacements",
     "power",
@@ -76,6 +78,7 @@ def _run(kind: str, space: Path, options: argparse.Namespace) -> Figures:
     runs: dict[str, Callable[[], Figures]] = {
         "configurations": lambda: kill_configurations(space, seed, options.kills),
         "steps": lambda: kill_steps(space, seed, options.steps, scenarios=stepping),
+        "passes": lambda: _kill_passes(space, options),
         "changes": lambda: kill_changes(space, seed, options.changes, scenarios=changing),
         "replacements": lambda: kill_replacements(space, seed, options.changes, backend),
         "power": lambda: lose_power_everywhere(space, seed, options.losses, options.draws, 0.0, backend),
@@ -89,6 +92,17 @@ def _run(kind: str, space: Path, options: argparse.Namespace) -> Figures:
         "lines": lambda: _every_line(space, stepping, changing),
     }
     return runs[kind]()
+
+
+def _kill_passes(space: Path, options: argparse.Namespace) -> Figures:
+    figures = Figures()
+    with tempfile.TemporaryDirectory(prefix="dsa-crash-", dir=options.disk) as disk:
+        for threads in (1, 2, options.threads):
+            kills = options.passes // 3
+            figures.add(kill_passes(space, Path(disk), options.seed + threads, kills, threads))
+    if options.lines:
+        kill_at_lines(space, figures)
+    return figures
 
 
 def _interrupt(space: Path, options: argparse.Namespace) -> Figures:
@@ -129,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
     parser.add_argument("--kills", type=int, default=1000, help="of configurations that are drawn")
     parser.add_argument("--steps", type=int, default=1000, help="kills inside fixed runs")
+    parser.add_argument("--passes", type=int, default=300, help="kills while large batches are changed")
     parser.add_argument(
         "--changes",
         type=int,

@@ -1,0 +1,31 @@
+"""SIGKILL inside the step in place: a whole number of steps is there, for readers and for the next process.
+
+A sample; ``python -m tests.crash --only passes`` kills as often as one likes.
+"""
+
+import os
+
+import pytest
+from harness import Figures, complain
+from passes import kill_at_lines, kill_passes
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forks")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_kills_at_random_instants_of_a_large_batch(space, tmp_path, threads):
+    figures = kill_passes(space, tmp_path, seed=threads, kills=25, threads=threads)
+    complain(figures)
+    assert figures.total == figures.reopened == 25
+    assert figures.phases["rows half-way"] >= 5, "the kills miss the pass"
+
+
+def test_kills_at_lines_of_a_step(space):
+    """Every seventh here; the command takes every one."""
+    figures = Figures()
+    lines = kill_at_lines(space, figures, stride=7)
+    complain(figures)
+    assert lines > 200
+    assert figures.total == figures.reopened == len(range(1, lines + 1, 7))
+    assert figures.kills["open entry"] >= 3
+    assert figures.in_progress >= 1
