@@ -1,4 +1,4 @@
-"""Compiled mathematics on arrays: no files, no threads of its own, no state."""
+"""Compiled mathematics on arrays: no files, and no state but threads that wait for slices."""
 
 from dsa.kernels.compiling import announce_compilation
 
