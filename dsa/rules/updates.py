@@ -28,7 +28,8 @@ class UpdateRule(Protocol[Options]):
     the last is the stamp ``s``, int32 per row, see `dsa.schema.adam_schema`. Between them are the fields of
     the rule, if it has any, in the order of `dsa.kernels.layout.WordLayout`: those of type int32 are counts,
     hence never negative; the others are float32, or bfloat16 in a table that is only read: a step takes
-    float32 so far. All are 0 in a row that was never written, and in one whose weight alone was set, so that 0 has to be where a rule begins.
+    float32 so far. All are 0 in a row that was never written, and in one whose weight alone was set, so that
+    0 has to be where a rule begins.
     """
 
     @property
