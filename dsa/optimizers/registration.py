@@ -12,6 +12,7 @@ import torch
 from dsa.optimizers.arguments import agree_on_rule
 from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.resident import ParameterWeights, require_writable, row_elements
+from dsa.rules.conventions import Convention
 from dsa.rules.init import Zeros
 from dsa.rules.updates import AnyRule
 from dsa.state.sharing import check_choice, check_resume, join_tables
@@ -19,7 +20,7 @@ from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import StorageChoice, TableSpec, table_spec
 from dsa.state.table import Table
 
-__all__ = ["Registry", "require_ball"]
+__all__ = ["Registry", "require_ball", "require_countable"]
 
 
 @final
@@ -154,3 +155,20 @@ def require_ball(max_step: float | None, groups: Sequence[dict[str, Any]]) -> No
             f"max_step={max_step!r} is a length on a ball, but no table is on one: leave it out, or make a "
             "DiskEmbedding with k > 0"
         )
+
+
+def require_countable(convention: Convention, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse a mean of duplicates where they can't be counted, instead of taking their sum for it.
+
+    Raises:
+        ValueError: a parameter is a table of a module, whose lookups sum the gradients of equal ids.
+    """
+    if convention.duplicates != "mean":
+        return
+    for parameter in (each for group in groups for each in group["params"]):
+        if isinstance(parameter, DiskParameter):
+            raise ValueError(
+                f"duplicates='mean' can't be had for {parameter!r}, whose lookups sum the gradients of equal "
+                "ids: pass a convention with duplicates='sum', or rows and gradients to "
+                "DiskSparseRiemannianAdam"
+            )

@@ -30,7 +30,7 @@ from dsa.optimizers.foreign import import_sparse_adam
 from dsa.optimizers.holders import abandoned
 from dsa.optimizers.options import as_number, group_options
 from dsa.optimizers.reference import check_reference, merged_groups, reference_to
-from dsa.optimizers.registration import Registry, require_ball
+from dsa.optimizers.registration import Registry, require_ball, require_countable
 from dsa.optimizers.resident import ParameterWeights, put_rows, row_elements
 from dsa.optimizers.stepping import Batch, Stepping, in_dialect
 from dsa.optimizers.tensors import to_array
@@ -337,6 +337,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
 
     def _register(self) -> None:
         """Find or make the tables of the parameters that have none yet."""
+        require_countable(self._convention, self.param_groups)
         self._state, self._tables = self._registry.tables(self.param_groups, self._tables, self)
 
     def _gradients(self) -> list[tuple[torch.Tensor, torch.Tensor, AdamOptions]]:

@@ -228,6 +228,19 @@ def test_a_convention_chooses_the_second_moment(tmp_path):
     optimizer.close()
 
 
+def test_a_mean_where_duplicates_cannot_be_counted(tmp_path):
+    embedding = DiskEmbedding(9, 2, state_dir=tmp_path)
+    plain = torch.nn.Parameter(torch.zeros(3, 2))
+    match = "duplicates='mean' can't be had for DiskParameter"
+    with pytest.raises(ValueError, match=match):
+        DiskSparseAdam(embedding.parameters(), convention=conventions.DGL_SPARSE_ADAM)
+    optimizer = DiskSparseAdam([plain], state_dir=tmp_path, convention=conventions.DGL_SPARSE_ADAM)
+    with pytest.raises(ValueError, match=match):
+        optimizer.add_param_group({"params": embedding.parameters()})
+    assert len(optimizer.param_groups) == 1
+    embedding.close()
+
+
 @pytest.mark.parametrize("make", [DiskSparseAdam, DiskSparseRiemannianAdam])
 def test_what_a_dialect_has_no_place_for_is_refused(tmp_path, make):
     if make is DiskSparseAdam:
