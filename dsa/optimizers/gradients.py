@@ -12,7 +12,10 @@ __all__ = ["clip_grad_norm_", "split_parameters"]
 
 
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale gradients so that their total norm is at most `max_norm`; sparse ones count once per row.
 
@@ -23,9 +26,13 @@ def clip_grad_norm_(
         parameters: Parameters with or without gradients.
         max_norm: The largest total norm.
         norm_type: The p of the norm; may be ``inf``.
+        error_if_nonfinite: Whether a norm that is not finite is an error; nothing is scaled then.
 
     Returns:
         The total norm before scaling.
+
+    Raises:
+        RuntimeError: the norm is not finite and that is an error.
 
     Example:
         >>> embedding = torch.nn.Embedding(4, 1, sparse=True)
@@ -41,6 +48,11 @@ def clip_grad_norm_(
     device = values[0].device
     norms = [torch.linalg.vector_norm(value.float(), norm_type).to(device) for value in values]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the norm of all gradients is {total.item()}, and error_if_nonfinite=True asks for an error: "
+            "skip the batch, or lower the learning rate"
+        )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for value in values:
         value.mul_(factor.to(value.device, value.dtype))

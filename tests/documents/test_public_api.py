@@ -37,6 +37,7 @@ PUBLIC = [
     "dsa.rules.init",
     "dsa.rules.manifolds",
     "dsa.optimizers.sparse_riemannian_adam",
+    "dsa.recis",
     "dsa.schema",
     "dsa.testing",
     "dsa.inspection.verification",
