@@ -152,8 +152,8 @@ TFA_ADAMW = Convention("uncorrected", "global", "unscaled")
 """``AdamW`` of TensorFlow Addons with sparse gradients: its decay is not scaled by the learning rate."""
 
 FBGEMM_ADAM = Convention("corrected", "global", "decoupled")
-"""``ADAM`` of FBGEMM's table-batched embeddings, also NVIDIA dynamicemb's; with ``bias_correction="row"``
-FBGEMM's ``use_rowwise_bias_correction``."""
+"""``ADAM`` of FBGEMM's table-batched embeddings; with ``bias_correction="row"`` beside it, that of its
+``use_rowwise_bias_correction``."""
 
 FBGEMM_PARTIAL_ROWWISE_ADAM = Convention("corrected", "global", "decoupled", second_moment="row")
 """``PARTIAL_ROWWISE_ADAM`` of FBGEMM: one second moment per row, the mean of squares."""
