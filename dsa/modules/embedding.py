@@ -13,9 +13,9 @@ from dsa.backends.mapping import Allocate
 from dsa.modules.disk_module import DiskModule, Source, TableState, table_spec_of
 from dsa.modules.lookup import look_up
 from dsa.modules.pretrained import pretrained_options, pretrained_source
-from dsa.optimizers.arguments import DEFAULT_BACKEND, layout_of_backend
+from dsa.optimizers.arguments import DEFAULT_BACKEND, storage_choice
 from dsa.rules.init import MatrixLike
-from dsa.state.storage import Durability, Queue, StorageChoice
+from dsa.state.storage import Durability
 
 __all__ = ["DiskEmbedding", "DiskEmbeddingBag"]
 
@@ -94,7 +94,7 @@ class DiskEmbedding(DiskModule):
     ) -> None:
         _refuse(scale_grad_by_freq, sparse)
         spec = table_spec_of(name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction)
-        storage = _storage(backend, allocate, durability, async_writes)
+        storage = storage_choice(backend, allocate, durability, async_writes)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -201,7 +201,7 @@ class DiskEmbeddingBag(DiskModule):
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode={mode!r} is not known: use 'sum', 'mean' or 'max'")
         spec = table_spec_of(name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction)
-        storage = _storage(backend, allocate, durability, async_writes)
+        storage = storage_choice(backend, allocate, durability, async_writes)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -266,13 +266,3 @@ def _refuse(scale_grad_by_freq: bool, sparse: bool) -> None:
         )
     if not sparse:
         raise ValueError("sparse=False would need a gradient as large as the table: leave it out")
-
-
-def _storage(
-    backend: str | Layout,
-    allocate: Allocate | None,
-    durability: Durability | None,
-    async_writes: bool,
-) -> StorageChoice:
-    queue = Queue() if async_writes else None
-    return StorageChoice(allocate, layout_of_backend(backend), durability, queue)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from dsa.backends.base import Layout
+from dsa.backends.mapping import Allocate
 from dsa.errors import StateMismatchError, StateWarning, notify
 from dsa.optimizers.options import as_number
 from dsa.rules.conventions import (
@@ -23,7 +24,7 @@ from dsa.rules.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.rules.manifolds import manifold_of
 from dsa.rules.updates import AnyRule, label_of
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import as_layout
+from dsa.state.storage import Durability, Queue, StorageChoice, as_layout
 from dsa.state.table import Table
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "named_sources",
     "named_table",
     "options_in",
+    "storage_choice",
     "wanted_curvatures",
 ]
 
@@ -185,6 +187,18 @@ def layout_of_backend(backend: str | Layout) -> Layout | None:
     return None if backend is DEFAULT_BACKEND else as_layout(backend)
 
 
+def storage_choice(
+    backend: str | Layout, allocate: Allocate | None, durability: Durability | None, async_writes: bool
+) -> StorageChoice:
+    """Return what the storage arguments of a module or an optimizer ask for.
+
+    Raises:
+        ValueError: the backend is not known, or can't be one.
+    """
+    queue = Queue() if async_writes else None
+    return StorageChoice(allocate, layout_of_backend(backend), durability, queue)
+
+
 def held_tensor(source: Initializer | FromArray, retain: bool) -> torch.Tensor:
     """Return what stands for a table in ``param_groups``: its tensor, or an empty placeholder."""
     if not retain:
@@ -279,8 +293,8 @@ def agree_on_rule(state: StateDirectory, table: Table, rule: AnyRule) -> None:
     if table.steps or rule.schema(own.dim, weights="w" in own.names) != own:
         raise StateMismatchError(
             f"table {table.name!r} holds the state of the update rule {label_of(table.rule)} but the "
-            f"optimizer computes {label_of(rule)}: pass {table.rule.choice} to it (a DiskEmbedding made with "
-            "state='rowwise_adam' goes with 'row')"
+            f"optimizer computes {label_of(rule)}: use {table.rule.choice}, or make the table with the "
+            "state= that goes with the optimizer (state='rowwise_adam' with second_moment='row')"
         )
     table.facts = replace(table.facts, rule=rule)
     state.save()

@@ -58,7 +58,7 @@ def batches(count, seed=0):
 def records(optimizer):
     return {
         name: table.backend.read(np.arange(len(table))).tobytes()
-        for name, table in optimizer._state.tables.items()
+        for name, table in optimizer._portable_state().tables.items()
     }
 
 
@@ -633,7 +633,7 @@ def test_an_interrupt_while_weights_are_put_back(tmp_path, monkeypatch):
         wanted = embedding.weight.detach().clone()
         embedding(torch.arange(60)).sum().backward()
         optimizer.step()
-        held = optimizer._state.tables["param_0"].held
+        held = optimizer._portable_state().tables["param_0"].held
         put, calls = type(held).put, []
 
         def interrupted(self, rows, weights):

@@ -40,7 +40,7 @@ def train(optimizer, steps, seed):
 def records(optimizer):
     return {
         name: table.backend.read(np.arange(len(table))).tobytes()
-        for name, table in optimizer._state.tables.items()
+        for name, table in optimizer._portable_state().tables.items()
     }
 
 
@@ -147,7 +147,7 @@ def test_rows_changed_outside_steps_are_in_it(tmp_path):
 
 def test_reset_rows_are_in_it(run, tmp_path):
     optimizer, base, _ = run
-    table = optimizer._state.tables["entity"]
+    table = optimizer._portable_state().tables["entity"]
     touched = np.flatnonzero(table.backend.read(np.arange(5_000))["s"])[:3]
     broken = table.backend.read(touched)
     broken["v"] = -1.0

@@ -324,7 +324,7 @@ class _Modules(Opened):
             self.modules[shape.name] = module
         named = [(name, module.weight) for name, module in self.modules.items()]
         optimizer = DiskSparseAdam(named, lr=0.02, **options)
-        self.state = optimizer._require_state()
+        self.state = optimizer._portable_state()
         return optimizer
 
     def step(self, call: Call) -> None:

@@ -90,7 +90,7 @@ DELIBERATE = {
         ("dsa.inspection.plots.spreads", "first moments were given"),
         ("dsa.inspection.plots.spreads", "no row has moments"),
         ("dsa.schema", "a schema without fields"),
-        ("dsa.optimizers.sparse_adam", "an optimizer whose state lives on disk can't"),
+        ("dsa.optimizers.sparse_methods", "an optimizer whose state lives on disk can't"),
         ("dsa.backends.writer", "the write queue was closed"),
     ],
     "news about something that was asked for: there is nothing to do": [

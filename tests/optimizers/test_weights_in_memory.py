@@ -52,7 +52,7 @@ def trained(tmp_path):
         optimizer = build(layers, tmp_path, named)
         for seed in range(2):
             step(layers, optimizer, seed)
-        optimizer.close() if clean else optimizer._state.abandon()
+        optimizer.close() if clean else optimizer._portable_state().abandon()
         return copied(layers)
 
     return train
@@ -138,7 +138,7 @@ def test_the_own_state_dict_of_that_step_vouches(tmp_path):
     for seed in range(2):
         step(layers, optimizer, seed)
     saved, state = copied(layers), optimizer.state_dict()
-    optimizer._state.abandon()
+    optimizer._portable_state().abandon()
     layers = model(seed=9, saved=saved)
     with build(layers, tmp_path, False, resume=True) as optimizer:
         optimizer.load_state_dict(state)
@@ -151,7 +151,7 @@ def test_a_checkpoint_brings_the_weights(tmp_path):
     step(layers, optimizer, 0)
     optimizer.export_checkpoint(tmp_path / "checkpoint")
     step(layers, optimizer, 1)
-    optimizer._state.abandon()
+    optimizer._portable_state().abandon()
     layers = model(seed=9)
     with build(layers, tmp_path, False, resume=True) as optimizer:
         optimizer.import_checkpoint(tmp_path / "checkpoint")
@@ -163,7 +163,7 @@ def test_a_state_that_is_opened_and_closed_without_a_step_keeps_its_fingerprints
     saved = trained(False)
     for clean in (True, False):
         optimizer = build(model(seed=9), tmp_path, False, resume=True)
-        optimizer.close() if clean else optimizer._state.abandon()
+        optimizer.close() if clean else optimizer._portable_state().abandon()
     layers = model(seed=8)
     with build(layers, tmp_path, False, resume=True) as optimizer:
         with pytest.raises(StateMismatchError, match="are others"):
@@ -219,7 +219,7 @@ def whole_steps(tmp_path):
 
 
 def contents(layers, optimizer):
-    tables = optimizer._state.tables.values()
+    tables = optimizer._portable_state().tables.values()
     return [
         *(table.backend.read(np.arange(ROWS)).tobytes() for table in tables),
         *(layer.weight.detach().numpy().tobytes() for layer in layers.values()),

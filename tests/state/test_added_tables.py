@@ -36,7 +36,7 @@ def test_a_failed_addition_changes_nothing(tmp_path, monkeypatch, error, call):
             build(tmp_path / "state", "b")
     assert sorted(each.name for each in (tmp_path / "state").iterdir()) == files
     step(first, optimizer)
-    optimizer._state.abandon()
+    optimizer._portable_state().abandon()
     again = build(tmp_path / "state", "a", resume=True)
     assert again.weight.state.global_step == 2
     assert list(again.weight.state.tables) == ["a"]

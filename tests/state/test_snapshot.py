@@ -171,10 +171,10 @@ def test_weights_in_memory_are_part_of_it(tmp_path, small_blocks, dtype):
         for _ in range(5):
             step(optimizer)
         weights = embedding.weight.detach().float().numpy().copy()
-        with Snapshot(optimizer._state) as still:
+        with Snapshot(optimizer._portable_state()) as still:
             (expected,) = (np.concatenate([r for _, r in t.blocks()]) for t in still.content.tables)
         np.testing.assert_array_equal(expected["w"], weights)
-        with Snapshot(optimizer._state) as snapshot:
+        with Snapshot(optimizer._portable_state()) as snapshot:
             (table,) = snapshot.content.tables
             parts = []
             for _, records in table.blocks():
@@ -198,7 +198,7 @@ def test_a_table_made_later_is_not_part_of_it(tmp_path):
 @pytest.mark.parametrize("rows", [64, 65, 97])
 def test_what_was_set_aside_of_a_table_is_released_once_it_is_read(tmp_path, rows):
     optimizer = DiskSparseRiemannianAdam({"a": init.Zeros(rows, 2)}, k=0.0, disk_dir=tmp_path / "s")
-    with optimizer, Snapshot(optimizer._state, held_bytes=1) as snapshot:
+    with optimizer, Snapshot(optimizer._portable_state(), held_bytes=1) as snapshot:
         optimizer.step({"a": ([0, rows - 1], np.ones((2, 2), np.float32))})
         (table,) = snapshot.content.tables
         list(table.blocks())
@@ -209,10 +209,10 @@ def test_what_was_set_aside_of_a_table_is_released_once_it_is_read(tmp_path, row
 
 def test_a_snapshot_that_nobody_entered_gives_up_instead_of_holding_training_up(tmp_path):
     with make(tmp_path / "s") as optimizer:
-        snapshot = Snapshot(optimizer._state, held_bytes=1)
+        snapshot = Snapshot(optimizer._portable_state(), held_bytes=1)
         generator = np.random.default_rng(0)
         for _ in range(3):
             optimizer.step(batch(generator))
-        assert optimizer._state.observers == []
+        assert optimizer._portable_state().observers == []
         with pytest.raises(StateClosedError, match="export again"):
             whole(snapshot)

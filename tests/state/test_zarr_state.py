@@ -77,7 +77,7 @@ def train(optimizer, count, seed=0):
 
 def state_of(optimizer):
     """Return every record, and the counts."""
-    held = optimizer._state.tables.values()
+    held = optimizer._portable_state().tables.values()
     records = {table.name: table.backend.read(np.arange(len(table))).tobytes() for table in held}
     return records, optimizer.global_step, [(table.name, table.steps, table.k) for table in held]
 
