@@ -17,6 +17,7 @@ if _typing.TYPE_CHECKING:
     from dsa.modules.embedding import DiskEmbedding, DiskEmbeddingBag
     from dsa.optimizers.gradients import clip_grad_norm_, split_parameters
     from dsa.optimizers.prefetch import lookahead
+    from dsa.optimizers.sparse_adagrad import DiskSparseAdagrad
     from dsa.optimizers.sparse_adam import DiskSparseAdam
     from dsa.optimizers.sparse_riemannian_adam import DiskSparseRiemannianAdam
     from dsa.rules import conventions, init
@@ -25,6 +26,7 @@ if _typing.TYPE_CHECKING:
 __all__ = [
     "DiskEmbedding",
     "DiskEmbeddingBag",
+    "DiskSparseAdagrad",
     "DiskSparseAdam",
     "DiskSparseRiemannianAdam",
     "backends",
@@ -55,6 +57,7 @@ __version__ = "0.4.0.dev0"
 _HOMES = {
     "DiskEmbedding": ("dsa.modules.embedding", "DiskEmbedding"),
     "DiskEmbeddingBag": ("dsa.modules.embedding", "DiskEmbeddingBag"),
+    "DiskSparseAdagrad": ("dsa.optimizers.sparse_adagrad", "DiskSparseAdagrad"),
     "DiskSparseAdam": ("dsa.optimizers.sparse_adam", "DiskSparseAdam"),
     "DiskSparseRiemannianAdam": ("dsa.optimizers.sparse_riemannian_adam", "DiskSparseRiemannianAdam"),
     "clip_grad_norm_": ("dsa.optimizers.gradients", "clip_grad_norm_"),

@@ -16,6 +16,7 @@ from dsa.optimizers.arguments import as_fraction
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
 from dsa.optimizers.options import as_index, as_number
 from dsa.optimizers.reference import check_reference, reference_to
+from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD
 from dsa.rules.adam import ADAM, ROW_WISE_ADAM
 from dsa.rules.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
 from dsa.rules.manifolds import manifold_of
@@ -29,9 +30,14 @@ from dsa.state.storage import StorageChoice, TableSpec, table_spec
 __all__ = ["DiskModule", "Source", "TableState", "table_spec_of"]
 
 Source = Initializer | FromArray | MatrixLike
-TableState = Literal["adam", "rowwise_adam"]
+TableState = Literal["adam", "rowwise_adam", "adagrad", "rowwise_adagrad"]
 
-_STATES: dict[str, AnyRule] = {"adam": ADAM, "rowwise_adam": ROW_WISE_ADAM}
+_STATES: dict[str, AnyRule] = {
+    "adam": ADAM,
+    "rowwise_adam": ROW_WISE_ADAM,
+    "adagrad": ADAGRAD,
+    "rowwise_adagrad": ROW_WISE_ADAGRAD,
+}
 
 
 class DiskModule(torch.nn.Module):

@@ -43,8 +43,8 @@ class DiskEmbedding(DiskModule):
         init: The first weights: an array, or a rule of `dsa.init`. None draws from N(0, 1) as torch does,
             seeded by torch's generator, or on a ball uniformly from ±0.001.
         k: Curvature magnitude: 0 is flat, > 0 a ball of curvature -k.
-        state: What to reserve for the optimizer: ``"adam"``, or ``"rowwise_adam"`` with one second moment per
-            row.
+        state: The optimizer to make room for: ``"adam"``, ``"rowwise_adam"`` with one second moment per row,
+            ``"adagrad"``, or ``"rowwise_adagrad"`` with one sum per row.
         init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius.
         backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap`, `dsa.backends.Zarr` or another layout, see
             `DiskSparseRiemannianAdam`; as the further options, left out it is the default or what the

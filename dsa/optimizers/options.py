@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from dsa.rules.conventions import AdamOptions
 
-__all__ = ["as_index", "as_number", "group_options"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["as_betas", "as_index", "as_number", "group_options", "plain_options"]
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def as_number(name: str, value: object) -> float:
@@ -74,6 +80,27 @@ def as_betas(betas: object) -> tuple[float, float]:
 def _pair(values: Any) -> tuple[object, object]:  # noqa: ANN401 - whatever was passed
     first, second = values
     return first, second
+
+
+def plain_options(kind: type[Options], group: Mapping[str, Any]) -> Options:
+    """Return the options of a step from a parameter group that has each of them under its name.
+
+    Args:
+        kind: A dataclass whose fields are numbers, or truth values where their default is one.
+        group: The parameter group.
+
+    Raises:
+        TypeError: one that is to be a number is none.
+        ValueError: one is out of range.
+    """
+    return kind(
+        **{
+            each.name: bool(group[each.name])
+            if isinstance(each.default, bool)
+            else as_number(each.name, group[each.name])
+            for each in fields(kind)
+        }
+    )
 
 
 def group_options(group: dict[str, Any], fixed: AdamOptions) -> AdamOptions:
