@@ -19,6 +19,7 @@ if _typing.TYPE_CHECKING:
     from dsa.optimizers.prefetch import lookahead
     from dsa.optimizers.sparse_adagrad import DiskSparseAdagrad
     from dsa.optimizers.sparse_adam import DiskSparseAdam
+    from dsa.optimizers.sparse_optimizer import DiskSparseOptimizer
     from dsa.optimizers.sparse_riemannian_adam import DiskSparseRiemannianAdam
     from dsa.rules import conventions, init
     from dsa.state.estimation import estimate
@@ -28,6 +29,7 @@ __all__ = [
     "DiskEmbeddingBag",
     "DiskSparseAdagrad",
     "DiskSparseAdam",
+    "DiskSparseOptimizer",
     "DiskSparseRiemannianAdam",
     "backends",
     "clip_grad_norm_",
@@ -59,6 +61,7 @@ _HOMES = {
     "DiskEmbeddingBag": ("dsa.modules.embedding", "DiskEmbeddingBag"),
     "DiskSparseAdagrad": ("dsa.optimizers.sparse_adagrad", "DiskSparseAdagrad"),
     "DiskSparseAdam": ("dsa.optimizers.sparse_adam", "DiskSparseAdam"),
+    "DiskSparseOptimizer": ("dsa.optimizers.sparse_optimizer", "DiskSparseOptimizer"),
     "DiskSparseRiemannianAdam": ("dsa.optimizers.sparse_riemannian_adam", "DiskSparseRiemannianAdam"),
     "clip_grad_norm_": ("dsa.optimizers.gradients", "clip_grad_norm_"),
     "copy_checkpoint": ("dsa.checkpoint", "copy_checkpoint"),

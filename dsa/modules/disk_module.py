@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from dsa.optimizers.arguments import as_fraction
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
 from dsa.optimizers.options import as_index, as_number
 from dsa.optimizers.reference import check_reference, reference_to
-from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD
-from dsa.rules.adam import ADAM, ROW_WISE_ADAM
+from dsa.rules.adagrad import ROW_WISE_ADAGRAD
+from dsa.rules.adam import ROW_WISE_ADAM
 from dsa.rules.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
+from dsa.rules.known import RULES
 from dsa.rules.manifolds import manifold_of
 from dsa.rules.updates import AnyRule
 from dsa.state.maintenance import write_weights
@@ -27,15 +28,13 @@ from dsa.state.sharing import join_tables
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import StorageChoice, TableSpec, table_spec
 
-__all__ = ["DiskModule", "Source", "TableState", "table_spec_of"]
+__all__ = ["DiskModule", "Source", "table_spec_of"]
 
 Source = Initializer | FromArray | MatrixLike
-TableState = Literal["adam", "rowwise_adam", "adagrad", "rowwise_adagrad"]
 
-_STATES: dict[str, AnyRule] = {
-    "adam": ADAM,
+_STATES: Final[dict[str, AnyRule]] = {
+    **{rule.name: rule for rule in RULES},
     "rowwise_adam": ROW_WISE_ADAM,
-    "adagrad": ADAGRAD,
     "rowwise_adagrad": ROW_WISE_ADAGRAD,
 }
 

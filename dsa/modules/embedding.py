@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
-from dsa.modules.disk_module import DiskModule, Source, TableState, table_spec_of
+from dsa.modules.disk_module import DiskModule, Source, table_spec_of
 from dsa.modules.lookup import look_up
 from dsa.modules.pretrained import pretrained_options, pretrained_source
 from dsa.optimizers.arguments import DEFAULT_BACKEND, storage_choice
@@ -44,7 +44,7 @@ class DiskEmbedding(DiskModule):
             seeded by torch's generator, or on a ball uniformly from ±0.001.
         k: Curvature magnitude: 0 is flat, > 0 a ball of curvature -k.
         state: The optimizer to make room for: ``"adam"``, ``"rowwise_adam"`` with one second moment per row,
-            ``"adagrad"``, or ``"rowwise_adagrad"`` with one sum per row.
+            ``"adagrad"``, ``"rowwise_adagrad"`` with one sum per row, or the name of another update rule.
         init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius.
         backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap`, `dsa.backends.Zarr` or another layout, see
             `DiskSparseRiemannianAdam`; as the further options, left out it is the default or what the
@@ -84,7 +84,7 @@ class DiskEmbedding(DiskModule):
         name: str = "embedding",
         init: Source | None = None,
         k: float = 0.0,
-        state: TableState = "adam",
+        state: str = "adam",
         init_max_norm_fraction: float = 0.5,
         backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate | None = None,
@@ -189,7 +189,7 @@ class DiskEmbeddingBag(DiskModule):
         name: str = "embedding",
         init: Source | None = None,
         k: float = 0.0,
-        state: TableState = "adam",
+        state: str = "adam",
         init_max_norm_fraction: float = 0.5,
         backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate | None = None,

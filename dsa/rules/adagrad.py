@@ -64,6 +64,7 @@ def _per_row(options: AdagradOptions, stamp: int, step: int) -> tuple[Pass, Adag
 ADAGRAD: Final = FlatRule(
     "adagrad",
     "DiskSparseAdagrad, row_wise=False",
+    AdagradOptions,
     (Field("h", "float32", "element"),),
     _per_element,
     {"h": "sum of squares"},
@@ -71,6 +72,7 @@ ADAGRAD: Final = FlatRule(
 ROW_WISE_ADAGRAD: Final = FlatRule(
     "row_wise_adagrad",
     "DiskSparseAdagrad, row_wise=True",
+    AdagradOptions,
     (Field("h", "float32", "row"),),
     _per_row,
     {"h": "sum of squares"},

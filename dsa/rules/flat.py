@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,12 @@ from dsa.kernels.visiting import Pass
 from dsa.rules.manifolds import Manifold
 from dsa.schema import Field, Records, Schema
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = ["FlatRule", "require_rates"]
 
-Options = TypeVar("Options")
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 @final
@@ -27,6 +30,7 @@ class FlatRule(Generic[Options]):
     Args:
         name: Its name.
         choice: The argument by which users choose it.
+        kind: The options of a step: a dataclass of numbers and truth values.
         fields: What it keeps of a row beside weight and stamp, in the order that its pass demands.
         arithmetic: Gives the pass and its constants for the options of a step, the stamp of the new records
             and the table's count of steps.
@@ -35,6 +39,7 @@ class FlatRule(Generic[Options]):
 
     name: str
     choice: str
+    kind: type[Options]
     fields: tuple[Field, ...]
     arithmetic: Callable[[Options, int, int], tuple[Pass, Any]]
     non_negative: Mapping[str, str] = field(default_factory=dict, hash=False)

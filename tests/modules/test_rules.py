@@ -1,0 +1,62 @@
+"""`DiskSparseOptimizer`: any rule for flat space, chosen by name."""
+
+import pytest
+import torch
+from layers import MEMORY_AND_DISK, backward, row, weights
+
+from dsa import DiskSparseAdagrad, DiskSparseOptimizer
+from dsa.errors import StateMismatchError
+
+
+def optimizer_of(make, layer, rule, where="state", **options):
+    optimizer = DiskSparseOptimizer(layer.parameters(), rule, state_dir=make.directory(where), **options)
+    make.callback(optimizer.close)
+    return optimizer
+
+
+def layer_of(make, kind, rule, rows, dim, value=0.0, where="state"):
+    return make.disk(rows, dim, value, where, state=rule) if kind == "disk" else make.plain(rows, dim, value)
+
+
+@pytest.mark.parametrize("kind", MEMORY_AND_DISK)
+def test_a_rule_by_its_name_is_that_rule(make, kind):
+    layers = [layer_of(make, kind, "adagrad", 5, 3, 1.0, where) for where in ("ours", "named")]
+    options = {"lr": 0.5, "lr_decay": 0.1, "initial_accumulator_value": 0.2}
+    named = optimizer_of(make, layers[1], "adagrad", "named", **options)
+    ours = DiskSparseAdagrad(layers[0].parameters(), state_dir=make.directory("ours"), **options)
+    make.callback(ours.close)
+    for layer, optimizer in zip(layers, (ours, named), strict=True):
+        for ids in ([1, 1, 2], [2, 4]):
+            optimizer.zero_grad()
+            backward(layer, ids)
+            optimizer.step()
+    assert torch.equal(weights(layers[0]), weights(layers[1]))
+    assert repr(named).startswith("DiskSparseOptimizer (")
+
+
+def test_options_are_those_of_the_rule(make):
+    layer = make.plain(3, 2)
+    with pytest.raises(TypeError, match=r"'adagrad' has no option 'momentum': use \['eps', .*'lr'"):
+        optimizer_of(make, layer, "adagrad", lr=0.1, momentum=0.9)
+    with pytest.raises(TypeError, match="'adagrad' needs 'lr': pass it by name"):
+        optimizer_of(make, layer, "adagrad")
+    with pytest.raises(ValueError, match=r"eps=-1\.0 is out of range"):
+        optimizer_of(make, layer, "adagrad", lr=0.1, eps=-1.0)
+    for rule in ("adam", "no", None):
+        with pytest.raises(ValueError, match=rf"rule={rule!r} is not known: use one of \['adagrad', "):
+            optimizer_of(make, layer, rule, lr=0.1)
+    assert not make.directory().exists()
+
+
+def test_a_table_with_room_for_another_rule_is_refused(make):
+    layer = make.disk(3, 2, state="adagrad")
+    with pytest.raises(
+        StateMismatchError, match=r"'adagrad' .* but the optimizer computes 'row_wise_adagrad'"
+    ):
+        optimizer_of(make, layer, "row_wise_adagrad", lr=0.1)
+    with pytest.raises(ValueError, match=r"state='adagrat' is not known: use one of \['adagrad', 'adam'"):
+        make.disk(3, 2, where="other", state="adagrat")
+    optimizer = optimizer_of(make, layer, "adagrad", lr=0.1)
+    backward(layer, [1])
+    optimizer.step()
+    assert row(layer, 0) == [0.0, 0.0] != row(layer, 1)
