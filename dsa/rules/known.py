@@ -7,6 +7,7 @@ from typing import Any, Final
 from dsa.errors import StateMismatchError
 from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD
 from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM
+from dsa.rules.sgd import SGD
 from dsa.rules.updates import AnyRule
 
 __all__ = ["RULES", "rule_from_json"]
@@ -17,6 +18,7 @@ RULES: Final[tuple[AnyRule, ...]] = (
     ROW_WISE_ADAM,
     ADAGRAD,
     ROW_WISE_ADAGRAD,
+    SGD,
 )
 """One for each name; `UpdateRule.with_options` tells apart those of one name."""
 

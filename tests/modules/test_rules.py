@@ -60,3 +60,18 @@ def test_a_table_with_room_for_another_rule_is_refused(make):
     backward(layer, [1])
     optimizer.step()
     assert row(layer, 0) == [0.0, 0.0] != row(layer, 1)
+
+
+@pytest.mark.parametrize("kind", MEMORY_AND_DISK)
+@pytest.mark.parametrize("maximize", [False, True])
+def test_sgd_agrees_with_torch(make, kind, maximize):
+    layer, theirs = layer_of(make, kind, "sgd", 9, 3, 0.25), make.plain(9, 3, 0.25)
+    optimizer = optimizer_of(make, layer, "sgd", lr=0.1, maximize=maximize)
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1, maximize=maximize)
+    for ids in ([1, 2, 2], [], [2, 8], [1]):
+        for each, mover in ((layer, optimizer), (theirs, reference)):
+            mover.zero_grad()
+            (each(torch.tensor(ids, dtype=torch.int64)) ** 2).sum().backward()
+            mover.step()
+    torch.testing.assert_close(weights(layer), weights(theirs), rtol=1e-6, atol=1e-7)
+    assert not torch.equal(weights(layer)[1], weights(layer)[0])

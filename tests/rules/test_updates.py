@@ -35,6 +35,7 @@ from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM, adam_rule
 from dsa.rules.conventions import AdamOptions
 from dsa.rules.init import Normal
 from dsa.rules.manifolds import manifold_of
+from dsa.rules.sgd import SGD, SGDOptions
 from dsa.rules.updates import UpdateRule, rule_to_json
 from dsa.schema import TORN, Field, Schema, adam_schema, read_numbers, store_numbers
 from dsa.state.opening import open_directory
@@ -134,6 +135,7 @@ CASES = {
     "row_wise_adam on a ball": Case(ROW_WISE_ADAM, AdamOptions(lr=0.01), 1.0, 4 * (2 * DIM + 3)),
     "adagrad": Case(ADAGRAD, AdagradOptions(0.1, lr_decay=0.01), 0.0, 4 * (2 * DIM + 1)),
     "row_wise_adagrad": Case(ROW_WISE_ADAGRAD, AdagradOptions(0.1), 0.0, 4 * (DIM + 2)),
+    "sgd": Case(SGD, SGDOptions(0.1), 0.0, 4 * (DIM + 1)),
     "one's own": Case(MOMENTUM, Rate(0.1), 0.0, 4 * (2 * DIM + 3)),
 }
 
