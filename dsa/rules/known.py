@@ -7,6 +7,7 @@ from typing import Any, Final
 from dsa.errors import StateMismatchError
 from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD
 from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM
+from dsa.rules.lion import LION
 from dsa.rules.sgd import SGD
 from dsa.rules.updates import AnyRule
 
@@ -19,6 +20,7 @@ RULES: Final[tuple[AnyRule, ...]] = (
     ADAGRAD,
     ROW_WISE_ADAGRAD,
     SGD,
+    LION,
 )
 """One for each name; `UpdateRule.with_options` tells apart those of one name."""
 

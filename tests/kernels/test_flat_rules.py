@@ -7,6 +7,7 @@ import pytest
 from sampling import off_by_ulps
 
 from dsa.kernels.visiting import visit_records
+from dsa.rules.lion import LION, LionOptions
 from dsa.rules.sgd import SGD, SGDOptions
 
 
@@ -15,7 +16,22 @@ def sgd_row(row, g, options):
     return {"w": row["w"] - options.lr * ((-g if options.maximize else g) + options.weight_decay * row["w"])}
 
 
+def lion_row(row, g, options):
+    """The fields of a row after the step."""
+    g = -g if options.maximize else g
+    blend = options.beta1 * row["m"] + (1 - options.beta1) * g
+    return {
+        "w": row["w"] * (1 - options.lr * options.weight_decay) - options.lr * np.sign(blend),
+        "m": options.beta2 * row["m"] + (1 - options.beta2) * g,
+    }
+
+
 CASES = {
+    "lion": (LION, LionOptions(0.1), lion_row),
+    "lion, decay": (LION, LionOptions(0.1, weight_decay=0.2), lion_row),
+    "lion, ascent": (LION, LionOptions(0.1, 0.5, 0.8, weight_decay=0.2, maximize=True), lion_row),
+    "lion, no momentum": (LION, LionOptions(0.1, 0.0, 0.0), lion_row),
+    "lion, rate zero": (LION, LionOptions(0.0), lion_row),
     "sgd": (SGD, SGDOptions(0.1), sgd_row),
     "sgd, l2": (SGD, SGDOptions(0.1, weight_decay=0.2), sgd_row),
     "sgd, ascent": (SGD, SGDOptions(0.1, weight_decay=0.2, maximize=True), sgd_row),
@@ -74,3 +90,18 @@ def test_what_is_not_finite_is_not_stored(name, bad):
     grad[1, 2] = bad
     update, constants = rule.pass_for(options, k=0.0, stamp=2, step=1)
     assert visit_records(update, records, grad, constants).bad == 1
+
+
+def test_lion_goes_nowhere_without_direction():
+    records = np.zeros(1, LION.schema(3).dtype)
+    update, constants = LION.pass_for(LionOptions(), k=0.0, stamp=2, step=1)
+    visit_records(update, records, np.zeros((1, 3), np.float32), constants)
+    assert records["w"].tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("beta1", 1.0), ("beta2", -0.1), ("beta2", np.nan), ("weight_decay", -1.0)]
+)
+def test_options_of_lion_out_of_range(name, value):
+    with pytest.raises(ValueError, match=rf"{name}={value!r} is out of range: pass a"):
+        LionOptions(**{name: value})

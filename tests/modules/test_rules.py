@@ -75,3 +75,19 @@ def test_sgd_agrees_with_torch(make, kind, maximize):
             mover.step()
     torch.testing.assert_close(weights(layer), weights(theirs), rtol=1e-6, atol=1e-7)
     assert not torch.equal(weights(layer)[1], weights(layer)[0])
+
+
+@pytest.mark.parametrize("kind", MEMORY_AND_DISK)
+def test_lion_leaves_rows_out_of_a_batch_as_they_are(make, kind):
+    """By hand: the momentum of row 1 waits through a step in which the row has no gradient."""
+    layer = layer_of(make, kind, "lion", 3, 2, 1.0)
+    optimizer = optimizer_of(make, layer, "lion", lr=0.25, weight_decay=0.5, beta1=0.5, beta2=0.5)
+    for ids, scale in (([1], 4.0), ([2], 1.0), ([1], -1.0)):
+        optimizer.zero_grad()
+        backward(layer, ids, scale)
+        optimizer.step()
+    # Row 1: m is 2 after the first step and 0.5 after the third, whose direction is (2 - 1) / 2 > 0.
+    first = 0.875 * 1.0 - 0.25
+    assert row(layer, 1) == [0.875 * first - 0.25] * 2
+    assert row(layer, 2) == [first] * 2
+    assert row(layer, 0) == [1.0, 1.0]

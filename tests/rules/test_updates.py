@@ -34,6 +34,7 @@ from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD, AdagradOptions
 from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM, adam_rule
 from dsa.rules.conventions import AdamOptions
 from dsa.rules.init import Normal
+from dsa.rules.lion import LION, LionOptions
 from dsa.rules.manifolds import manifold_of
 from dsa.rules.sgd import SGD, SGDOptions
 from dsa.rules.updates import UpdateRule, rule_to_json
@@ -136,6 +137,7 @@ CASES = {
     "adagrad": Case(ADAGRAD, AdagradOptions(0.1, lr_decay=0.01), 0.0, 4 * (2 * DIM + 1)),
     "row_wise_adagrad": Case(ROW_WISE_ADAGRAD, AdagradOptions(0.1), 0.0, 4 * (DIM + 2)),
     "sgd": Case(SGD, SGDOptions(0.1), 0.0, 4 * (DIM + 1)),
+    "lion": Case(LION, LionOptions(0.01), 0.0, 4 * (2 * DIM + 1)),
     "one's own": Case(MOMENTUM, Rate(0.1), 0.0, 4 * (2 * DIM + 3)),
 }
 
