@@ -21,6 +21,7 @@ _DESCRIPTIONS: Final = {
     "w": "weight; 0 in rows that were never written, whose s is 0",
     "m": "first moment",
     "v": "second moment",
+    "h": "sum of squared gradients",
     "t": "updates of the row",
     "s": "stamp: one more than the step of the row's last write, 0 where it was never written",
 }

@@ -6,12 +6,13 @@ from typing import Any, Final
 
 from dsa.errors import StateMismatchError
 from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD
-from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM
+from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM, adam_rule
+from dsa.rules.conventions import SecondMoment
 from dsa.rules.lion import LION
 from dsa.rules.sgd import SGD
 from dsa.rules.updates import AnyRule
 
-__all__ = ["RULES", "rule_from_json"]
+__all__ = ["RULES", "rule_from_json", "rule_of"]
 
 RULES: Final[tuple[AnyRule, ...]] = (
     ADAM,
@@ -48,3 +49,21 @@ def rule_from_json(data: Any) -> AnyRule:  # noqa: ANN401 - JSON is untyped unti
         f"the update rule {data['name']!r} is not known here: use one of "
         f"{', '.join(repr(rule.name) for rule in RULES)}"
     )
+
+
+def rule_of(second_moment: SecondMoment, rule: str | None) -> AnyRule:
+    """Return the update rule that a name, or else Adam's second moment, chooses.
+
+    Raises:
+        ValueError: there is none, or both are given.
+    """
+    if rule is None:
+        return adam_rule(second_moment)
+    if second_moment != "coordinate":
+        raise ValueError(
+            f"rule={rule!r} and second_moment={second_moment!r} are both given: pass one of them"
+        )
+    for each in RULES:
+        if each.name == rule:
+            return each
+    raise ValueError(f"rule={rule!r} is not known: use one of {sorted(each.name for each in RULES)}")

@@ -8,8 +8,8 @@ from typing import Final, final
 
 from dsa.backends.base import Layout
 from dsa.backends.layouts import Memmap
-from dsa.rules.adam import adam_rule
 from dsa.rules.conventions import SecondMoment
+from dsa.rules.known import rule_of
 from dsa.schema import Schema
 from dsa.state.journal_format import BODY, layout_of
 
@@ -25,8 +25,8 @@ class Estimate:
     """Disk that one table occupies, in bytes.
 
     Args:
-        fields: Bytes of each field: w, m, v, t and the stamp s.
-        logical: w + m + v + t. A checkpoint without compression holds the stamps besides, 4 bytes a row.
+        fields: Bytes of each field; of Adam w, m, v, t and the stamp s.
+        logical: All of them but s. A checkpoint without compression holds the stamps besides, 4 bytes a row.
         file: The table's file, or files, with stamps, padding and header. What compression saves depends on
             the rows that are trained: with it, the size before.
         while_exporting: The file and one uncompressed checkpoint beside it.
@@ -49,21 +49,25 @@ def estimate(
     dim: int,
     *,
     second_moment: SecondMoment = "coordinate",
+    rule: str | None = None,
     backend: Layout | None = None,
     batch: int = 16_384,
 ) -> Estimate:
-    """Return what a table of Adam's state will take on disk.
+    """Return what a table will take on disk.
 
     Args:
         rows: Number of rows N.
         dim: Elements of a row D.
-        second_moment: ``"row"`` stores one number of v per row.
+        second_moment: Of Adam; ``"row"`` stores one number of v per row.
+        rule: The name of another update rule, such as ``"adagrad"``.
         backend: The layout; the default one when None.
         batch: Distinct rows of the largest step, on which the journal's size depends.
 
     Example:
         >>> estimate(10_000_000, 128).fields["w"], estimate(10_000_000, 128).logical
         (5120000000, 15400000000)
+        >>> estimate(10_000_000, 128, rule="row_wise_adagrad").logical
+        5160000000
     """
     rows = operator.index(rows)
     if rows < 1:
@@ -71,7 +75,7 @@ def estimate(
     batch = operator.index(batch)
     if batch < 1:
         raise ValueError(f"batch={batch!r} is out of range: pass at least 1")
-    schema = adam_rule(second_moment).schema(dim)
+    schema = rule_of(second_moment, rule).schema(dim)
     fields = {field.name: rows * schema.field_bytes(field) for field in schema.fields}
     logical = sum(fields.values()) - fields["s"]
     layout = Memmap() if backend is None else backend

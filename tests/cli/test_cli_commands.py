@@ -402,6 +402,10 @@ def test_estimate(run, folder):
     assert plain["fits"] is True
     rowwise = json.loads(run("estimate 10,000 8 --second-moment row --no-measure --json")[1])
     assert rowwise["file"] < plain["file"]
+    summed = json.loads(run("estimate 10000 8 --rule row_wise_adagrad --no-measure --json")[1])
+    assert (summed["rule"], summed["second_moment"]) == ("row_wise_adagrad", None)
+    assert summed["fields"] == {"w": 320_000, "h": 40_000, "s": 40_000}
+    assert run("estimate 1e4 8 --rule sgd --no-measure")[1].startswith("10,000 rows x 8, sgd, memmap\n")
     large = run("estimate 1e13 8 --no-measure")[1]
     assert "too little" in large
 

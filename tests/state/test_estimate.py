@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from current_files import journal_file, table_file
 
-from dsa import DiskSparseRiemannianAdam, estimate, init
+from dsa import DiskEmbedding, DiskSparseRiemannianAdam, estimate, init
 from dsa.backends import Memmap, Zarr
 
 
@@ -78,6 +78,8 @@ def test_the_default_layout_is_the_default():
         ((5, 0), {}, ValueError, "dim=0 is out of range"),
         ((5, 3), {"second_moment": "rows"}, ValueError, "second_moment='rows'"),
         ((5, 3), {"second_moment": None}, ValueError, "second_moment=None"),
+        ((5, 3), {"rule": "adagrat"}, ValueError, r"rule='adagrat' is not known: use one of \['adagrad'"),
+        ((5, 3), {"rule": "sgd", "second_moment": "row"}, ValueError, "are both given: pass one of them"),
         ((5, 3), {"batch": 0}, ValueError, "batch=0 is out of range"),
         ((1e7, 3), {}, TypeError, None),
         ((5, 3.0), {}, TypeError, None),
@@ -123,3 +125,14 @@ def test_a_record_with_its_padding(stride):
 
 def test_counts_of_numpy_are_counts():
     assert estimate(np.int64(10), np.int32(3)) == estimate(10, 3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "bytes_of_a_row"), [("adagrad", 8 * 7), ("row_wise_adagrad", 4 * 7 + 4), ("sgd", 4 * 7)]
+)
+def test_a_table_of_another_rule_has_the_size_estimated(tmp_path, rule, bytes_of_a_row):
+    guess = estimate(1_000, 7, rule=rule)
+    assert guess.logical == 1_000 * bytes_of_a_row
+    DiskEmbedding(1_000, 7, state=rule, state_dir=tmp_path).close()
+    (file,) = tmp_path.glob("embedding-*.dsa")
+    assert file.stat().st_size == guess.file

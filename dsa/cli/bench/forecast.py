@@ -12,8 +12,9 @@ from typing import Final, final
 from dsa.backends import Layout, Memmap
 from dsa.backends.system import PAGE
 from dsa.cli.bench.device import DeviceSpeed, measure_device
-from dsa.rules.adam import adam_rule
 from dsa.rules.conventions import SecondMoment
+from dsa.rules.known import rule_of
+from dsa.schema import Schema
 
 __all__ = ["BATCHES", "Forecast", "forecast"]
 
@@ -43,6 +44,7 @@ def forecast(
     directory: Path,
     *,
     second_moment: SecondMoment = "coordinate",
+    rule: str | None = None,
     backend: Layout | None = None,
     batches: Sequence[int] = BATCHES,
     seconds: float = 1.0,
@@ -58,6 +60,7 @@ def forecast(
         dim: D.
         directory: Where the table will be; a scratch file is made there and removed again.
         second_moment: See `dsa.estimate`.
+        rule: See `dsa.estimate`.
         backend: The layout; the default one when None.
         batches: Numbers of distinct rows in a step; those above `rows` are left out.
         seconds: For the measurement, beside writing the scratch file.
@@ -70,15 +73,14 @@ def forecast(
         device = measure_device(Path(scratch), size=size, seconds=seconds, depths=(_DEPTH,))
     if device is None:
         return None
-    pages = _pages_per_row(dim, second_moment, backend)
+    pages = _pages_per_row(rule_of(second_moment, rule).schema(dim), backend)
     limit = device.limit(pages)
     chosen = [batch for batch in batches if batch <= rows] or [rows]
     return Forecast(device, pages, {batch: 1e3 * batch / limit for batch in chosen})
 
 
-def _pages_per_row(dim: int, second_moment: SecondMoment, backend: Layout | None) -> float:
+def _pages_per_row(schema: Schema, backend: Layout | None) -> float:
     layout = Memmap() if backend is None else backend
-    schema = adam_rule(second_moment).schema(dim)
     return sum(_pages(size, distance) for size, distance in layout.sizes(1, schema).pieces)
 
 

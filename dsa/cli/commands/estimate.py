@@ -23,13 +23,14 @@ beside the table needs. The disk is measured for about two seconds with a scratc
 removed again: what a step takes whose rows all come from there. Rows in memory are faster by orders of
 magnitude; dsa bench measures them.
 
-JSON: rows, dim, second_moment, backend, batch, fields, record, file, journal, logical, while_exporting,
-directory, available_bytes, available_memory, fits, measured."""
+JSON: rows, dim, second_moment, rule, backend, batch, fields, record, file, journal, logical,
+while_exporting, directory, available_bytes, available_memory, fits, measured."""
 
 _MEANINGS: Final = {
     "w": "weight",
     "m": "first moment",
     "v": "second moment",
+    "h": "sum of squares",
     "t": "updates of the row",
     "s": "step of the last write",
 }
@@ -46,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("coordinate", "frame", "row"),
         default="coordinate",
         help="row: one number of v per row, nearly half the state (coordinate)",
+    )
+    parser.add_argument(
+        "--rule", metavar="RULE", help="another update rule than Adam: adagrad, row_wise_adagrad, sgd, lion"
     )
     parser.add_argument(
         "--backend", metavar="BACKEND", default="memmap", help="memmap, zarr, or MODULE:NAME (memmap)"
@@ -84,10 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dir.is_dir():
         raise ValueError(f"--dir {arguments.dir} is no directory: make it first, or pass another")
     layout = named_layout(arguments.backend)
-    moment = arguments.second_moment
-    sizes = estimate(
-        arguments.rows, arguments.dim, second_moment=moment, backend=layout, batch=arguments.batch
-    )
+    chosen = {"second_moment": arguments.second_moment, "rule": arguments.rule, "backend": layout}
+    sizes = estimate(arguments.rows, arguments.dim, **chosen, batch=arguments.batch)
     times = None
     if arguments.measure:
         batches = sorted({64, 2_048, arguments.batch})
@@ -95,8 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.rows,
             arguments.dim,
             arguments.dir,
-            second_moment=moment,
-            backend=layout,
+            **chosen,
             batches=batches,
         )
     free, memory = available_bytes(arguments.dir), available_memory()
@@ -120,6 +121,8 @@ def _count(text: str) -> int:
 def _json(
     arguments: argparse.Namespace, sizes: Estimate, times: Forecast | None, free: int, memory: int | None
 ) -> dict[str, Any]:
+    from dsa.rules.known import rule_of
+
     measured = None
     if times is not None:
         measured = {
@@ -132,7 +135,8 @@ def _json(
     return {
         "rows": arguments.rows,
         "dim": arguments.dim,
-        "second_moment": arguments.second_moment,
+        "second_moment": arguments.second_moment if arguments.rule is None else None,
+        "rule": rule_of(arguments.second_moment, arguments.rule).name,
         "backend": arguments.backend,
         "batch": arguments.batch,
         "fields": sizes.fields,
@@ -154,10 +158,8 @@ def _lines(
 ) -> Iterator[str]:
     from dsa.inspection.text import aligned, size
 
-    yield (
-        f"{arguments.rows:,} rows x {arguments.dim:,}, one second moment per {arguments.second_moment}, "
-        f"{arguments.backend}"
-    )
+    state = f"one second moment per {arguments.second_moment}" if arguments.rule is None else arguments.rule
+    yield f"{arguments.rows:,} rows x {arguments.dim:,}, {state}, {arguments.backend}"
     yield ""
     bytes_of = {f"{name}  {_MEANINGS[name]}": count for name, count in sizes.fields.items()}
     bytes_of |= {
