@@ -95,10 +95,12 @@ CALLS = {
 # What answers questions still, as the docstrings of `close` say, and what has nothing to do with the state.
 ALLOWED = {
     explicit: {
-        "close", "shutdown", "stats", "global_step", "zero_grad", "state_dict", "load_state_dict", "convention",
-        "add_param_group",
+        "close", "shutdown", "stats", "global_step", "zero_grad", "state_dict", "load_state_dict",
+        "add_param_group", "convention",
     },
-    sparse: {"close", "shutdown", "stats", "global_step", "param_names", "state_dict", "zero_grad", "convention"},
+    sparse: {
+        "close", "shutdown", "stats", "global_step", "param_names", "state_dict", "zero_grad", "convention",
+    },
     disk: {"close", "k", "extra_repr", "from_pretrained"},
     bag: {"close", "k", "extra_repr", "from_pretrained"},
 }  # fmt: skip
