@@ -157,7 +157,13 @@ def open_target(place: Place, *, overwrite: bool, durable: bool) -> Target:
 
     Raises:
         CheckpointExistsError: something is there.
+        ValueError: it ends in ``.json``.
     """
+    if place.url.endswith(".json"):
+        raise ValueError(
+            f"{place.url!r} is named as the checkpoints of older releases are, which would hide it from "
+            "readers: a checkpoint is a directory, leave the ending out"
+        )
     if place.directory is not None:
         return LocalTarget(place.directory, overwrite=overwrite, durable=durable)
     return RemoteTarget(place, overwrite=overwrite)

@@ -18,7 +18,7 @@ from dsa.backends.shards.layout import ArraySpec
 from dsa.checkpoint.digests import ALGORITHMS, ArrayDigest, root_digest
 from dsa.checkpoint.names import is_group_name, name_from_json, name_to_json
 from dsa.errors import DSAError, StateMismatchError
-from dsa.rules.init import from_json
+from dsa.rules.init import Initializer, from_json
 from dsa.rules.known import rule_from_json
 from dsa.rules.updates import rule_to_json
 from dsa.schema import Schema
@@ -157,6 +157,21 @@ class TableEntry:
     def schema(self) -> Schema:
         """The fields that are stored."""
         return self.facts.schema
+
+    @property
+    def k(self) -> float:
+        """Curvature magnitude; the space has curvature -k."""
+        return self.facts.k
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in which the table took part."""
+        return self.facts.steps
+
+    @property
+    def initializer(self) -> Initializer | None:
+        """The rule for first weights of rows that are stored only where they were written."""
+        return self.facts.initializer
 
     def to_json(self) -> dict[str, Any]:
         """Return the group's attributes."""

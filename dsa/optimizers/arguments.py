@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -29,6 +29,8 @@ from dsa.state.table import Table
 
 __all__ = [
     "DEFAULT_BACKEND",
+    "DEFAULT_DECAY",
+    "DEFAULT_MOMENT",
     "ParamGroups",
     "Params",
     "agree_on_rule",
@@ -102,8 +104,8 @@ def dialect_of(
     Args:
         convention: The one that was passed, if any.
         default: What holds otherwise.
-        **given: What was passed beside it, by its names; what is not None takes the place of the
-            convention's.
+        **given: What was passed beside it, by its names; what is neither None nor a default takes the place
+            of the convention's.
 
     Raises:
         TypeError: it is no convention.
@@ -114,7 +116,9 @@ def dialect_of(
         raise TypeError(
             f"convention={convention!r} is not one: pass one of dsa.conventions, or Convention(...)"
         )
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, Any] = {
+        name: value for name, value in given.items() if value is not None and not isinstance(value, _Default)
+    }
     return replace(base, **changes)
 
 
@@ -173,6 +177,12 @@ def as_fraction(fraction: object) -> float:
 class _Default(str):
     __slots__ = ()
 
+
+DEFAULT_DECAY: Final = cast("WeightDecayMode", _Default("l2"))
+"""The default of ``weight_decay_mode``: unlike the same name given, it gives way to a convention's."""
+
+DEFAULT_MOMENT: Final = cast("SecondMoment", _Default("coordinate"))
+"""The default of ``second_moment``, likewise."""
 
 DEFAULT_BACKEND: Final[str] = _Default("memmap")
 """The default of ``backend`` arguments: unlike the same name given, it lets a state keep its backend."""

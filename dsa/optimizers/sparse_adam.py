@@ -15,6 +15,8 @@ from dsa.optimizers import portable
 from dsa.optimizers import sparse_methods as methods
 from dsa.optimizers.arguments import (
     DEFAULT_BACKEND,
+    DEFAULT_DECAY,
+    DEFAULT_MOMENT,
     ParamGroups,
     dialect_of,
     options_in,
@@ -62,10 +64,10 @@ class DiskSparseAdam(torch.optim.Optimizer):
         eps: Floor of the denominator, > 0; added to the uncorrected root, as torch's SparseAdam does.
         weight_decay: Decay of the rows of a batch, >= 0.
         state_dir: The state directory. Needed only when there are ordinary parameters.
-        weight_decay_mode: ``"l2"``, ``"decoupled"`` or another of `Convention`; None takes the convention's.
+        weight_decay_mode: ``"l2"``, ``"decoupled"`` or another of `Convention`; left out, the convention's.
         maximize: Ascend instead of descend.
         bias_correction: ``"row"``, ``"parameter"`` or ``"global"``; None takes the convention's.
-        second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``; None takes the convention's. With
+        second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``; left out, the convention's. With
             `DiskEmbedding`, ``"row"`` goes with its ``state="rowwise_adam"``.
         v_transport: ``"tensor"`` or ``"sqrt"``, for tables on a ball.
         max_step: Longest step on a ball in hyperbolic units, or None.
@@ -104,10 +106,10 @@ class DiskSparseAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         state_dir: str | os.PathLike[str] | None = None,
-        weight_decay_mode: WeightDecayMode | None = None,
+        weight_decay_mode: WeightDecayMode = DEFAULT_DECAY,
         maximize: bool = False,
         bias_correction: BiasCorrection | None = None,
-        second_moment: SecondMoment | None = None,
+        second_moment: SecondMoment = DEFAULT_MOMENT,
         v_transport: VTransport = "tensor",
         max_step: float | None = None,
         resume: bool | None = None,

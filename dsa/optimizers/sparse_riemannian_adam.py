@@ -16,6 +16,8 @@ from dsa.backends.mapping import Allocate
 from dsa.optimizers import portable
 from dsa.optimizers.arguments import (
     DEFAULT_BACKEND,
+    DEFAULT_DECAY,
+    DEFAULT_MOMENT,
     Params,
     as_fraction,
     checked_updates,
@@ -76,7 +78,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         eps: Floor of the denominator, > 0. On the ball it is compared with ``|g| / lambda^2``, in frame and
             row mode with ``|g| / lambda``.
         weight_decay: Decay of the rows of a batch, >= 0.
-        weight_decay_mode: ``"l2"``, ``"decoupled"`` or another of `Convention`; None takes the convention's.
+        weight_decay_mode: ``"l2"``, ``"decoupled"`` or another of `Convention`; left out, the convention's.
         k: Curvature magnitude, the curvature being -k: 0 is flat, > 0 a ball of radius ``1 / sqrt(k)``. A
             dict gives one for each table. When state is resumed, the stored curvature wins, with a warning.
         disk_dir: The state directory.
@@ -101,7 +103,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         async_writes: Write in a thread. It pays when the disk is slower than training: for the memmap backend
             only if its file is far larger than memory.
         second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``, see `AdamOptions`; the last two are better
-            on the ball. None takes the convention's.
+            on the ball. Left out, the convention's.
         v_transport: ``"tensor"`` or ``"sqrt"``, on the ball.
         max_step: Longest step on the ball in hyperbolic units, or None.
         bias_correction: ``"row"``, ``"parameter"`` or ``"global"``; None takes the convention's.
@@ -133,7 +135,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        weight_decay_mode: WeightDecayMode | None = None,
+        weight_decay_mode: WeightDecayMode = DEFAULT_DECAY,
         k: float | Mapping[str, float] = 1.0,
         disk_dir: str | os.PathLike[str] = "./disk_cache",
         max_queue_size: int = 150,
@@ -146,7 +148,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         allocate: Allocate = "reserve",
         durability: Durability = "process",
         async_writes: bool = False,
-        second_moment: SecondMoment | None = None,
+        second_moment: SecondMoment = DEFAULT_MOMENT,
         v_transport: VTransport = "tensor",
         max_step: float | None = None,
         bias_correction: BiasCorrection | None = None,

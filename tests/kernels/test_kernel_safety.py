@@ -38,8 +38,10 @@ def update(kernel, records, grad, stamp=5, threads=1, **changes):
     def run(start, stop):
         part = records[start:stop], grad[start:stop], options
         if kernel in FLAT:
-            return start, adam_step(*part, stamp=stamp, step=3)
-        return start, riemannian_adam_step(*part, k=1.0, stamp=stamp, step=3)
+            report = adam_step(*part, stamp=stamp, step=3)
+        else:
+            report = riemannian_adam_step(*part, k=1.0, stamp=stamp, step=3)
+        return report._replace(bad=start + report.bad if report.bad >= 0 else -1)
 
     with thread_limit(threads):
         return merge_reports(run_slices(run, len(records)))
