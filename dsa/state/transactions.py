@@ -144,10 +144,15 @@ class Transactions:
         return buffers
 
     def can_be_in_place(self, tables: Sequence[Table]) -> bool:
-        """Tell whether `prepare_in_place` may be called for tables."""
+        """Tell whether `prepare_in_place` may be called for tables.
+
+        Closing its entry lets all older ones go: of none of the state's tables may records be queued, whether
+        or not the transaction is about it.
+        """
         if self.journal is not None and self.journal.durable:
             return False
-        return all(table.mapped is not None for table in tables)
+        queues = any(table.writer is not None for table in self.tables)
+        return not queues and all(table.mapped is not None for table in tables)
 
     def prepare_in_place(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Images]:
         """Start a transaction that changes records where they are, until `commit` or `undo`.
