@@ -54,7 +54,7 @@ records = np.zeros(4, dtype)
 words, each = as_words(records)[0], np.arange(5)
 gradients = Gradients(np.ones((4, 5), np.float32), each[:-1], each)
 visit = Visit(
-    words, np.empty((0, 5), np.float32), word_layout(dtype), each[:-1], each[:-1], each[:-1],
+    words, np.empty((0, 5), np.float32), word_layout(dtype, ("v",)), each[:-1], each[:-1], each[:-1],
     np.zeros_like(words), False, np.full(4, -1), np.empty(4, np.int64), USABLE, np.empty(0, np.int32),
 )
 assert update(visit, gradients, constants, make_scratch(5), 0, 4) == (-1, 0)
@@ -127,7 +127,7 @@ class Shared:
         return Visit(
             table=as_words(self.records)[0],
             weights=np.empty((0, DIM), np.float32),
-            layout=word_layout(self.dtype),
+            layout=word_layout(self.dtype, ("v",)),
             places=each,
             rows=each + 70,
             positions=each,

@@ -62,7 +62,8 @@ def build(path, source, way, second_moment="coordinate", k=0.0):
 def records_of(optimizer):
     """The records of every table; a row that was never written is all zeros."""
     return b"".join(
-        table.backend.read(np.arange(len(table))).tobytes() for table in optimizer._state.tables.values()
+        table.backend.read(np.arange(len(table))).tobytes()
+        for table in optimizer._portable_state().tables.values()
     )
 
 
