@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import time
 from collections.abc import Iterator
 from typing import Any, Final, final
 
@@ -16,6 +18,7 @@ from dsa.schema import Records, Rows, Schema
 __all__ = ["OverlaidBackend"]
 
 _TRIES: Final = 20
+_SECONDS: Final = 0.5
 _BLOCK_BYTES: Final = 16 << 20
 
 
@@ -26,8 +29,8 @@ class OverlaidBackend:
     A row of a step that counts is there, whether or not it has reached the table, so that the state that a
     killed process left behind reads as it will after recovery. Beside a process that is training, the rows of
     one call belong to one step: the directory is asked where it stands before and after, and if it has gone
-    on too far they are read again. After twenty attempts in vain, or where the state has no journal, the rows
-    are taken as they come, of neighbouring steps.
+    on too far they are read again. After half a second and twenty attempts in vain, or where the state has no
+    journal, the rows are taken as they come, of neighbouring steps.
 
     Args:
         source: The table's records, opened for reading.
@@ -119,19 +122,23 @@ class OverlaidBackend:
         """Return records with what the journal says of them, and whether they are of one step."""
         fault = None
         records = None
-        for attempt in range(_TRIES):
+        began = time.monotonic()
+        for attempt in itertools.count(1):
+            last = attempt >= _TRIES and time.monotonic() - began > _SECONDS
             before = self._directory.mark()
             try:
                 records = self._current(before).read(rows, out)
             except StateCorruptError as error:
                 # Of a directory that moves on, files are replaced and removed while they are read. What is
                 # damaged stays so while the description stays, which names them.
-                if fault == (before.stamp, str(error)) or attempt == _TRIES - 1:
+                if fault == (before.stamp, str(error)) or last:
                     raise
                 fault, self._era = (before.stamp, str(error)), None
                 continue
             if self._complete(before, rows, records):
                 return records, True
+            if last:
+                break
         assert records is not None, "the last attempt has read or raised"
         return records, False
 

@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 
 from dsa.errors import StateCorruptError
 from dsa.schema import Records, Rows
-from dsa.state.journal_format import BODY, Entry, Place, Slot, decode_entry, entry_length, read_head
+from dsa.state.journal_format import (
+    BODY,
+    COMMIT_BYTES,
+    Entry,
+    Place,
+    Slot,
+    decode_entry,
+    entry_length,
+    is_closed,
+    read_head,
+)
 
 __all__ = ["Kept", "Tail", "read_entries", "read_images", "still_counting"]
 
@@ -116,6 +126,12 @@ def _entry_at(
 def _read_entry(file: BinaryIO, start: int, sequence: int, size: int, applied: bool) -> Entry | None:
     file.seek(start)
     head = file.read(_HEAD_BYTES)
+    said = read_head(head, 0, sequence)
+    if said is not None and said.in_place:
+        # The tables hold it; its images, which may be many, tell nothing any more.
+        file.seek(start + said.length - COMMIT_BYTES)
+        counts = applied or is_closed(file.read(COMMIT_BYTES), sequence)
+        return Entry(sequence, said.note, [], said.length, in_place=True) if counts else None
     length = entry_length(head, sequence)
     if not 0 < length <= size - start:
         return None

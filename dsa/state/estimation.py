@@ -88,5 +88,6 @@ def _journal_bytes(batch: int, schema: Schema, layout: Layout) -> int:
     """Return the length that the ring grows to: it keeps the last step's entry while it takes the next."""
     if layout.collect_bytes:
         return BODY + layout.collect_bytes
-    entry = layout_of(_NOTE_BYTES, [(batch, schema.dtype.itemsize)]).length
+    # With the checksum that belongs to what a record was.
+    entry = layout_of(_NOTE_BYTES, [(batch, schema.dtype.itemsize + 4)]).length
     return BODY + (_JOURNAL_BYTES if 2 * entry <= _JOURNAL_BYTES else 3 * entry)

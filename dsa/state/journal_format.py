@@ -17,6 +17,7 @@ from dsa.schema import Records, Rows
 
 __all__ = [
     "BODY",
+    "COMMIT_BYTES",
     "IDENTITY_AT",
     "MAGIC",
     "SLOTS_AT",
@@ -34,6 +35,7 @@ __all__ = [
     "entry_length",
     "find_entries",
     "find_open_entry",
+    "is_closed",
     "is_of_life",
     "layout_of",
     "read_head",
@@ -59,6 +61,9 @@ _BEFORE_IMAGES: Final = 1  # what they were before it
 _BEGIN_MAGIC: Final = b"dsabegin"
 _COMMIT_MAGIC: Final = b"dsacommt"
 _ALIGN: Final = 64
+COMMIT_BYTES: Final = _ALIGN
+"""Bytes at the end of an entry in which its commit record is."""
+
 _NO_CHECKSUM: Final = bytes(4)
 
 _Memory = mmap.mmap | bytes | bytearray
@@ -282,6 +287,11 @@ def close_entry(memory: mmap.mmap, base: int, sequence: int, length: int) -> Non
     """Commit an entry of before-images: the tables hold what the step has made of them."""
     end = base + length - _ALIGN
     memory[end : end + _COMMIT.size] = _commit_record(sequence, [])
+
+
+def is_closed(end: bytes, sequence: int) -> bool:
+    """Tell whether the last `COMMIT_BYTES` of an entry of before-images say that it is committed."""
+    return end[: _COMMIT.size] == _commit_record(sequence, [])
 
 
 def _is_committed(memory: _Memory, entry: Entry) -> bool:

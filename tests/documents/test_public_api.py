@@ -181,10 +181,10 @@ def test_the_signature_of_the_optimizer():
     assert keyword == [name for name in KEYWORD if name in parameters]
     defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
     expected = {
-        "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "weight_decay_mode": None,
+        "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "weight_decay_mode": "l2",
         "k": 1.0, "disk_dir": "./disk_cache", "max_queue_size": 150, "resume": None, "put_timeout": 5.0,
         "retain_params": False, "init_max_norm_fraction": 0.5, "backend": "memmap", "allocate": "reserve",
-        "durability": "process", "second_moment": None, "v_transport": "tensor", "max_step": None,
+        "durability": "process", "second_moment": "coordinate", "v_transport": "tensor", "max_step": None,
         "bias_correction": None, "convention": None,
     }  # fmt: skip
     assert {name: value for name, value in defaults.items() if name in expected} == {

@@ -98,17 +98,11 @@ def hole(path, row=7):
         stream.write(bytes(stride))
 
 
-def forget_close(path):
-    """Not closed, and the last entry not applied yet: its records count."""
+def damage_head(path):
+    """Flip a bit of what the journal's last entry says of itself."""
     file = journal(path)
-    raw = bytearray(file.read_bytes())
-    from dsa.state.journal_format import SLOTS_AT, read_slot, write_slot
-
-    for at in SLOTS_AT:
-        slot = read_slot(raw, at)
-        if slot is not None:
-            write_slot(raw, at, slot._replace(applied=0))
-    file.write_bytes(raw)
+    slot = read_header(file.read_bytes(), read_metadata(path).journal_identity)
+    flip(file, BODY + slot.head + 20)
 
 
 def nothing(path):
@@ -143,13 +137,8 @@ OPEN = {
         StateCorruptError,
         "lost",
     ),
-    "a needed entry": (
-        lambda path: (forget_close(path), damage_entry(path)),
-        "damaged in entry",
-        StateCorruptError,
-        "lost",
-    ),
-    "an applied entry": (damage_entry, "nothing is lost", "silent", "whole"),
+    "an entry": (damage_head, "damaged in entry", StateCorruptError, "lost"),
+    "an image of what is stored": (damage_entry, "which is whole", "silent", "whole"),
     "a bit of a row": (lambda path: damage_row(path, 201), "checksum", "silent", "reset"),
     "another boot": (lambda path: edit(path, boot="another"), "restarted", "restarted", "lost"),
     "another boot, no journal": (
