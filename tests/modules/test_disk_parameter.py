@@ -194,7 +194,7 @@ CONSTRUCTIONS = [
     ({"name": ""}, ValueError, "a table's name can't be empty"),
     ({"init": init.Zeros(10, 3)}, ValueError, "init gives 10 x 3 but the module is 10 x 4"),
     ({"k": -1.0}, ValueError, "k"),
-    ({"state": "sgd"}, ValueError, "state='sgd' is not known: use one of"),
+    ({"state": "adamax"}, ValueError, "state='adamax' is not known: use one of"),
     ({"init_max_norm_fraction": 0.0}, ValueError, "init_max_norm_fraction=0.0 is out of range"),
     ({"backend": "parquet"}, ValueError, "backend='parquet' is not known"),
     ({"allocate": "lazily"}, ValueError, "allocate='lazily' is not known"),

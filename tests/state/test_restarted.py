@@ -148,7 +148,9 @@ def test_tables_and_journal_of_different_moments(tmp_path, restart, table, journ
         for row in range(TABLE):
             assert found[row] in (older[row], newer[row])
             assert found["s"][row] >= older["s"][row]
-        if table >= journal or journal == table + 1:
+        if not queued:  # the journal has only what records were before
+            np.testing.assert_array_equal(found, older)
+        elif table >= journal or journal == table + 1:
             np.testing.assert_array_equal(found, newer)
 
 
@@ -174,7 +176,15 @@ def test_a_torn_record_is_told_and_not_used(left, restart):
         assert optimizer.global_step == 5
 
 
-def test_the_journal_puts_a_torn_record_right(left, restart):
+def test_the_journal_of_a_queue_puts_a_torn_record_right(tmp_path, restart):
+    left = tmp_path / "run"
+    optimizer = make(left, async_writes=True)
+    step(optimizer)
+    optimizer.flush()
+    for _ in range(3):
+        step(optimizer)
+    optimizer._state._transactions.drain()
+    optimizer._state.abandon()
     file = table_file(left, "ball")
     stride = (file.stat().st_size - 4096) // TABLE
     raw = bytearray(file.read_bytes())
