@@ -52,6 +52,7 @@ Names = dict[str, int]
 
 _RUNS = itertools.count()
 _NUMBERS: dict[int, int] = {}
+_INODE = (1 << 64) - 1
 """Which file of a device a drawn one stands for."""
 
 
@@ -117,7 +118,8 @@ def after_outage() -> Iterator[None]:
 
     def numbers(directory: Path, names: Iterable[str]) -> dict[str, int]:
         found = dsa.state.holding.file_numbers(directory, names)
-        return {name: _NUMBERS.get(number, number) for name, number in found.items()}
+        # When the one it stands for was made is not known: such a number is compared without it.
+        return {name: _NUMBERS.get(number & _INODE, number) for name, number in found.items()}
 
     boot = f"run {next(_RUNS)} of the system"
     with (
