@@ -45,13 +45,13 @@ def test_pages_of_a_row(dim, stride):
     record = stored_bytes(adam_schema(dim))
     starts = np.arange(4_096) * choose_stride(record, stride)
     pages = (starts + record - 1) // 4_096 - starts // 4_096 + 1
-    found = forecast._pages_per_row(dim, "coordinate", backends.Memmap(stride=stride))
+    found = forecast._pages_per_row(adam_schema(dim), backends.Memmap(stride=stride))
     assert found == pytest.approx(pages.mean())
 
 
 def test_fields_that_lie_apart_are_more_pages():
-    assert forecast._pages_per_row(8, "coordinate", backends.Zarr()) == pytest.approx(6.0, rel=0.02)
-    assert forecast._pages_per_row(8, "coordinate", None) == pytest.approx(1.0, rel=0.05)
+    assert forecast._pages_per_row(adam_schema(8), backends.Zarr()) == pytest.approx(6.0, rel=0.02)
+    assert forecast._pages_per_row(adam_schema(8), None) == pytest.approx(1.0, rel=0.05)
 
 
 def test_an_interrupt_does_not_strand_the_threads(tmp_path):
