@@ -1,7 +1,6 @@
 """Deaths at every instant: a forked child is killed before its n-th call that may change a file."""
 
 import gc
-import math
 import os
 import signal
 import warnings
@@ -56,7 +55,7 @@ def arm(number):
     """Let this process die before the n-th call from now on; return a list with how many are left."""
     left = [number]
     # It looks at files by the clock, so that the calls would be other ones from run to run.
-    dsa.state.write_back._EVERY = math.inf
+    dsa.state.write_back.WriteBack.glance = lambda *given: None
 
     def counting(real):
         def call(*arguments, **options):
