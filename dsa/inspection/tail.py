@@ -127,7 +127,7 @@ def _read_entry(file: BinaryIO, start: int, sequence: int, size: int, applied: b
     file.seek(start)
     head = file.read(_HEAD_BYTES)
     said = read_head(head, 0, sequence)
-    if said is not None and said.in_place:
+    if said is not None and said.in_place and said.length <= size - start:
         # The tables hold it; its images, which may be many, tell nothing any more.
         file.seek(start + said.length - COMMIT_BYTES)
         counts = applied or is_closed(file.read(COMMIT_BYTES), sequence)

@@ -13,7 +13,7 @@ from dsa import DiskSparseRiemannianAdam, init
 from dsa.checkpoint import copy_checkpoint, flatten_checkpoint, open_checkpoint
 from dsa.checkpoint.places import find_place
 from dsa.errors import CheckpointCorruptError, CheckpointError, GradientError
-from dsa.state.coalesce import as_gradient
+from dsa.state.coalesce import as_gradient, coalesce, require_finite
 from dsa.state.content import StateContent
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -214,8 +214,10 @@ def test_addresses_near_an_address(url, name, below, beside):
 def test_a_gradient_that_is_not_finite_names_the_row_of_the_table(bad):
     grad = np.ones((4, 3))
     grad[2, 1] = bad
+    given = np.array([7, 8, 900, 9])
+    rows, gradients = coalesce(given, as_gradient(grad, given, 3, "entity"))
     with pytest.raises(GradientError, match=r"in row 2 of the batch, which is row 900 of the table"):
-        as_gradient(grad, np.array([7, 8, 900, 9]), 3, "entity")
+        require_finite(gradients, rows, "entity")
 
 
 def test_a_step_names_the_row_of_the_table(tmp_path):

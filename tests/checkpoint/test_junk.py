@@ -5,8 +5,8 @@ import pytest
 from checkpoint_samples import assert_same, export, files_of, sample_table
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dsa import cli
 from dsa.checkpoint import copy_checkpoint, open_checkpoint
+from dsa.cli import program
 from dsa.errors import CheckpointExistsError
 from dsa.state.content import StateContent
 
@@ -58,9 +58,9 @@ def test_junk(tmp_path, junk):
 def test_commands_do_not_stumble(tmp_path, capsys):
     export(CONTENT, tmp_path / "k")
     put(tmp_path / "k", JUNK)
-    assert cli.main(["verify", str(tmp_path / "k")]) == 0
-    assert cli.main(["inspect", str(tmp_path / "k")]) == 0
-    assert cli.main(["import", str(tmp_path / "k"), str(tmp_path / "state")]) == 0
+    assert program.main(["verify", str(tmp_path / "k")]) == 0
+    assert program.main(["inspect", str(tmp_path / "k")]) == 0
+    assert program.main(["import", str(tmp_path / "k"), str(tmp_path / "state")]) == 0
     assert capsys.readouterr().err == ""
 
 

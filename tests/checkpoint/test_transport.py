@@ -361,9 +361,9 @@ def test_a_package_that_is_missing_is_named(monkeypatch, address, package):
 def test_all_that_reads_a_checkpoint_reads_it_there(tmp_path, serve):
     export(CONTENT, tmp_path / "k")
     _, address = serve("no listings")
-    from dsa import cli
+    from dsa.cli import program
 
-    assert cli.main(["verify", f"{address}/k"]) == 0
-    assert cli.main(["inspect", f"{address}/k"]) == 0
-    assert cli.main(["diff", f"{address}/k", str(tmp_path / "k")]) == 0
+    assert program.main(["verify", f"{address}/k"]) == 0
+    assert program.main(["inspect", f"{address}/k"]) == 0
+    assert program.main(["diff", f"{address}/k", str(tmp_path / "k")]) == 0
     assert issubclass(dsa.errors.CheckpointReadError, dsa.errors.CheckpointError)
