@@ -14,6 +14,7 @@ import dsa.optimizers.stepping
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends import system
 from dsa.errors import CorruptRowError, DiskSpaceError, GradientError
+from dsa.kernels.threads import _LIMIT
 from dsa.state.journal import Journal
 
 ROWS, DIM = 1_500, 3
@@ -22,6 +23,13 @@ TABLES = {"left": init.Normal(ROWS, DIM, std=0.01, seed=1), "right": init.Unifor
 LAST = ROWS - 1
 
 pytestmark = pytest.mark.parametrize("durability", ["process", "none"])
+
+
+@pytest.fixture(autouse=True)
+def no_limit_is_left():
+    """An exception at any line leaves this thread's limit of threads as it was inside a step."""
+    yield
+    _LIMIT.set(1)
 
 
 def build(path, durability, second_moment="coordinate"):

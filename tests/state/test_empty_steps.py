@@ -1,5 +1,7 @@
 """A step that names no table, after steps whose records are still queued: it must not let these go."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,10 @@ def content(optimizer):
 def test_what_is_queued_survives_the_process(tmp_path, monkeypatch, kind, durability):
     options = KINDS[kind] | {"durability": durability}
 
+    read = threading.Event()
+
     def refuse(*given):
+        read.wait()  # a failure that comes earlier is told to whoever reads
         raise OSError(5, "the queue's thread comes to nothing")
 
     optimizer = build(tmp_path, **options)
@@ -33,6 +38,7 @@ def test_what_is_queued_survives_the_process(tmp_path, monkeypatch, kind, durabi
         patch.setattr(MemmapBackend, "write", refuse)
         optimizer.step({"left": (ROWS, np.ones((len(ROWS), 3), np.float32))})
         expected = content(optimizer)[1]
+        read.set()
         try:
             optimizer.step({})
             steps = 2
