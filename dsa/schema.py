@@ -29,6 +29,8 @@ __all__ = [
     "adam_schema",
     "floating_fields",
     "has_stamp",
+    "is_keyed",
+    "keyed",
     "read_numbers",
     "store_numbers",
 ]
@@ -173,18 +175,15 @@ class Schema:
 def _dtype_of(schema: Schema) -> np.dtype[np.void]:
     offsets: list[int] = []
     end = 0
-    widest = _WORD
     for field in schema.fields:
-        align = max(_WORD, np.dtype(_STORED[field.dtype]).itemsize)
-        widest = max(widest, align)
-        offsets.append(_round_up(end, align))
+        offsets.append(_round_up(end, _WORD))
         end = offsets[-1] + schema.field_bytes(field)
     return np.dtype(
         {
             "names": list(schema.names),
             "formats": [_format(field, schema.dim) for field in schema.fields],
             "offsets": offsets,
-            "itemsize": _round_up(end, widest),
+            "itemsize": _round_up(end, _WORD),
         }
     )
 
@@ -227,6 +226,30 @@ def adam_schema(dim: int, *, second_moment_per: Per = "element", weights: bool =
             Field("s", "int32", "row"),
         ),
     )
+
+
+_KEYS: Final = (Field("id", "int64", "row"), Field("live", "int32", "row"))
+
+
+def keyed(schema: Schema) -> Schema:
+    """Return the record of a table whose rows belong to ids: in front of the fields, whose it is.
+
+    ``id`` is any 64-bit integer, and means something where ``live`` is 1. In a row that was deleted ``live``
+    is 0 and so is every other number but the stamp, which tells when that was.
+
+    Args:
+        schema: The record of a row that has none.
+
+    Example:
+        >>> keyed(adam_schema(2)).names
+        ('id', 'live', 'w', 'm', 'v', 't', 's')
+    """
+    return Schema(schema.dim, (*_KEYS, *schema.fields))
+
+
+def is_keyed(schema: Schema) -> bool:
+    """Tell whether a table's rows belong to ids, see `keyed`."""
+    return schema.fields[: len(_KEYS)] == _KEYS
 
 
 def has_stamp(schema: Schema) -> bool:

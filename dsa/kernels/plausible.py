@@ -27,6 +27,8 @@ _SIXTEEN: Final = np.int32(16)
 _MAGNITUDE: Final = np.int32(0x7FFF)
 _INFINITY: Final = np.int32(0x7F80)
 _SIGN: Final = np.int32(0x8000)
+# The field of which every value is plausible, see `dsa.schema.keyed`.
+_ANY: Final = "id"
 
 # The passes over records are compiled without counts of references: counting those of a view of each record
 # takes longer than looking at it.
@@ -130,7 +132,7 @@ def describe_fault(records: Records, position: int, non_negative: Mapping[str, s
         if name in non_negative and np.signbit(numbers[name]).any():
             return f"field {name!r} holds {float(np.min(numbers[name]))!r}, a negative {non_negative[name]}"
     for name in names:
-        if name not in floating and np.min(numbers[name]) < 0:
+        if name not in (*floating, _ANY) and np.min(numbers[name]) < 0:
             return f"field {name!r} holds {int(np.min(numbers[name]))}, a negative count"
     return ""
 
@@ -141,6 +143,8 @@ def _questions(dtype: np.dtype[np.void], non_negative: tuple[str, ...]) -> list[
     fields: Any = dtype.fields
     asked: list[_Question] = []
     for name in dtype.names or ():
+        if name == _ANY:
+            continue
         kind, start = fields[name][0], fields[name][1] // 4
         stop = start - (-kind.itemsize // 4)
         if kind.base not in (np.dtype("<f4"), np.dtype("<i4"), np.dtype("<u2")):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa.errors import StateCorruptError
-from dsa.schema import Field, Schema, adam_schema
+from dsa.schema import Field, Schema, adam_schema, keyed
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
@@ -36,8 +36,9 @@ schemas = st.builds(
         (Schema(3, fields("h:float16:element s:int32:row")), [0, 8], 12),
         (Schema(3, fields("h:bfloat16:element")), [0], 8),
         (Schema(1, fields("a:float16:row b:float16:row")), [0, 4], 8),
-        (Schema(2, fields("t:int32:row d:float64:element")), [0, 8], 24),
-        (Schema(1, fields("n:int64:row t:int32:row")), [0, 8], 16),
+        (Schema(2, fields("t:int32:row d:float64:element")), [0, 4], 20),
+        (Schema(1, fields("n:int64:row t:int32:row")), [0, 8], 12),
+        (keyed(adam_schema(2)), [0, 8, 12, 20, 28, 36, 40], 44),
     ],
 )
 def test_layout(schema, offsets, size):
@@ -50,15 +51,14 @@ def test_fields_are_aligned_and_do_not_overlap(schema):
     end = 0
     for field in schema.fields:
         start = schema.offset(field.name)
-        align = max(4, WIDTHS[field.dtype])
-        assert start % align == 0
-        assert end <= start < end + align
+        assert start % 4 == 0
+        assert end <= start < end + 4
         end = start + schema.field_bytes(field)
         assert schema.field_bytes(field) == WIDTHS[field.dtype] * (
             schema.dim if field.per == "element" else 1
         )
-        assert schema.dtype.itemsize % align == 0
-    assert end <= schema.dtype.itemsize < end + 8
+    assert schema.dtype.itemsize % 4 == 0
+    assert end <= schema.dtype.itemsize < end + 4
     assert schema.dtype.names == schema.names
 
 
