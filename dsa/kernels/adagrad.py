@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import inlined
 from dsa.kernels.layout import Floats
 from dsa.kernels.visiting import Scratch, Visit, pass_of
 
@@ -41,7 +41,7 @@ class AdagradConstants(NamedTuple):
     stamp: int
 
 
-@compiled(_nrt=False)
+@inlined
 def _update(visit: Visit, constants: AdagradConstants, scratch: Scratch, p: int, slot: int) -> None:
     layout, g = visit.layout, scratch.gradient
     dim = g.shape[0]
@@ -56,7 +56,7 @@ def _update(visit: Visit, constants: AdagradConstants, scratch: Scratch, p: int,
         _descend(g, w, old_h, w, h, constants)
 
 
-@compiled(_nrt=False)
+@inlined
 def _descend(
     g: Floats, old_w: Floats, old_h: Floats, w: Floats, h: Floats, constants: AdagradConstants
 ) -> None:
@@ -70,7 +70,7 @@ def _descend(
         w[j] = old_w[j] - lr * (gradient / (np.sqrt(initial + total) + eps))
 
 
-@compiled(_nrt=False)
+@inlined
 def _update_row_wise(visit: Visit, constants: AdagradConstants, scratch: Scratch, p: int, slot: int) -> None:
     layout, g = visit.layout, scratch.gradient
     dim = g.shape[0]
@@ -83,7 +83,7 @@ def _update_row_wise(visit: Visit, constants: AdagradConstants, scratch: Scratch
         new[layout.v] = _descend_row_wise(g, w, old[layout.v], w, constants)
 
 
-@compiled(_nrt=False)
+@inlined
 def _descend_row_wise(
     g: Floats, old_w: Floats, old_h: float, w: Floats, constants: AdagradConstants
 ) -> float:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import inlined
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.layout import Floats
 from dsa.kernels.report import StepReport
@@ -58,7 +58,7 @@ def adam_step(
     return visit_records(update, records, grad, step_constants(options, stamp, step), weights)
 
 
-@compiled(_nrt=False)
+@inlined
 def _update(visit: Visit, constants: StepConstants, scratch: Scratch, p: int, slot: int) -> None:
     layout = visit.layout
     dim = layout.dim
@@ -76,7 +76,7 @@ def _update(visit: Visit, constants: StepConstants, scratch: Scratch, p: int, sl
         _descend(scratch.gradient, w, old_m, old_v, w, m, v, count, constants)
 
 
-@compiled(_nrt=False)
+@inlined
 def _descend(
     g: Floats,
     old_w: Floats,
@@ -104,7 +104,7 @@ def _descend(
         w[j] = keep * old_w[j] - size * (moment / (np.sqrt(square) + floor))
 
 
-@compiled(_nrt=False)
+@inlined
 def _update_row_wise(visit: Visit, constants: StepConstants, scratch: Scratch, p: int, slot: int) -> None:
     layout = visit.layout
     dim = layout.dim
@@ -120,7 +120,7 @@ def _update_row_wise(visit: Visit, constants: StepConstants, scratch: Scratch, p
     new[layout.v] = v
 
 
-@compiled(_nrt=False)
+@inlined
 def _descend_row_wise(
     g: Floats,
     old_w: Floats,

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import inlined
 from dsa.kernels.layout import Words
 
 __all__ = [
@@ -27,7 +27,7 @@ _INFINITY: Final = np.int32(0x7F800000)
 _ZERO: Final = np.int32(0)
 
 
-@compiled(_nrt=False)
+@inlined
 def all_finite(patterns: Words) -> bool:
     """Tell whether float32 bit patterns are all finite."""
     largest = _ZERO
@@ -36,7 +36,7 @@ def all_finite(patterns: Words) -> bool:
     return bool(largest < _INFINITY)
 
 
-@compiled(_nrt=False)
+@inlined
 def any_sign(patterns: Words) -> bool:
     """Tell whether one of some words has its sign bit set: a negative number, or -0.0."""
     lowest = _ZERO

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import inlined
 
 if TYPE_CHECKING:
     from dsa.rules.conventions import AdamOptions, BetaPowers
@@ -92,7 +92,7 @@ def step_constants(options: AdamOptions, stamp: int, step: int | None) -> StepCo
     )
 
 
-@compiled(_nrt=False)
+@inlined
 def corrections(constants: StepConstants, t: int) -> tuple[float, float]:
     """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` of a row that has been updated `t` times before."""
     count = constants.shared if constants.shared > 0 else t + 1
@@ -108,7 +108,7 @@ def corrections(constants: StepConstants, t: int) -> tuple[float, float]:
     return first, second
 
 
-@compiled(_nrt=False)
+@inlined
 def epsilon(constants: StepConstants, second: float) -> float:
     """Return what is added to ``sqrt(v)``: see `dsa.kernels.adam` on the two placements."""
     return constants.eps * second if constants.corrected else constants.eps

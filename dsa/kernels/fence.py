@@ -7,12 +7,12 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import inlined
 
 __all__ = ["fence"]
 
 
-@compiled(_nrt=False)
+@inlined
 def fence() -> None:
     """Let no load and no store move across this point; costs no instruction.
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import inlined
 
 __all__ = [
     "BALL_EPS",
@@ -72,7 +72,7 @@ class Geodesic(NamedTuple):
     clamped: bool
 
 
-@compiled(_nrt=False)
+@inlined
 def gap_of(a: float, k: float) -> tuple[float, float]:
     """Return ``1 - k a``, and the factor (1 if inside) that brings a row with ``|w|^2 = a`` into the ball."""
     gap = 1.0 - k * a
@@ -81,13 +81,13 @@ def gap_of(a: float, k: float) -> tuple[float, float]:
     return LEAST_GAP, (1.0 - BALL_EPS) / math.sqrt(k * a)
 
 
-@compiled(_nrt=False)
+@inlined
 def is_long_inward(b: float, c: float, gap: float, k: float) -> bool:
     """Tell whether the Möbius denominator cancels, so that `geodesic` needs the part of u across w."""
     return b < 0.0 and 2.0 * math.sqrt(k * c) > _LONG * gap
 
 
-@compiled(_nrt=False)
+@inlined
 def geodesic(a: float, b: float, c: float, across: float, gap: float, k: float, max_step: float) -> Geodesic:
     """Return the coefficients of ``exp_w(u)`` from the dots, with the clamp at the edge of the ball.
 
@@ -146,7 +146,7 @@ def geodesic(a: float, b: float, c: float, across: float, gap: float, k: float, 
     )
 
 
-@compiled(_nrt=False)
+@inlined
 def _long_inward(
     a: float, b: float, c: float, across: float, gap: float, k: float, length: float, tanh: float, f: float
 ) -> tuple[float, float, float]:
@@ -168,7 +168,7 @@ def _long_inward(
     return delta, along_u, radial / (r * delta) - along_u * (b / a)
 
 
-@compiled(_nrt=False)
+@inlined
 def transport_coefficients(step: Geodesic, p: float, q: float) -> tuple[float, float]:
     """Return the multiples of w and of the given u that ``G x`` adds to x.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import inlined
 from dsa.kernels.layout import Floats
 from dsa.kernels.visiting import Scratch, Visit, pass_of
 
@@ -38,7 +38,7 @@ class LionConstants(NamedTuple):
     stamp: int
 
 
-@compiled(_nrt=False)
+@inlined
 def _update(visit: Visit, constants: LionConstants, scratch: Scratch, p: int, slot: int) -> None:
     layout, g = visit.layout, scratch.gradient
     dim = g.shape[0]
@@ -53,7 +53,7 @@ def _update(visit: Visit, constants: LionConstants, scratch: Scratch, p: int, sl
         _descend(g, w, old_m, w, m, constants)
 
 
-@compiled(_nrt=False)
+@inlined
 def _descend(g: Floats, old_w: Floats, old_m: Floats, w: Floats, m: Floats, constants: LionConstants) -> None:
     beta1, rate1 = np.float32(constants.beta1), np.float32(1.0 - constants.beta1)
     beta2, rate2 = np.float32(constants.beta2), np.float32(1.0 - constants.beta2)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import compiled, inlined
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
 from dsa.kernels.geodesic import BALL_EPS, Geodesic, gap_of, geodesic, is_long_inward, transport_coefficients
 from dsa.kernels.layout import Floats
@@ -109,7 +109,7 @@ def riemannian_adam_step(
     return visit_records(update, records, grad, ball_constants(options, k, stamp, step))
 
 
-@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
+@inlined(fastmath={"reassoc", "contract"})
 def _load(stored: Floats, scratch: Doubles) -> float:
     square = 0.0
     for j in range(scratch.shape[0]):
@@ -119,7 +119,7 @@ def _load(stored: Floats, scratch: Doubles) -> float:
     return square
 
 
-@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
+@inlined(fastmath={"reassoc", "contract"})
 def _dot(x: Doubles, y: Doubles) -> float:
     total = 0.0
     for j in range(x.shape[0]):
@@ -127,7 +127,7 @@ def _dot(x: Doubles, y: Doubles) -> float:
     return total
 
 
-@compiled(_nrt=False)
+@inlined
 def _across(w: Doubles, u: Doubles, a: float, b: float) -> float:
     """Return the squared length of the part of u that is perpendicular to w."""
     total = 0.0
@@ -137,14 +137,14 @@ def _across(w: Doubles, u: Doubles, a: float, b: float) -> float:
     return total
 
 
-@compiled(_nrt=False)
+@inlined
 def _geodesic_of(w: Doubles, u: Doubles, a: float, gap: float, k: float, limit: float) -> Geodesic:
     b, c = _dot(w, u), _dot(u, u)
     across = _across(w, u, a, b) if is_long_inward(b, c, gap, k) else 0.0
     return geodesic(a, b, c, across, gap, k, limit)
 
 
-@compiled(_nrt=False)
+@inlined
 def _load_into_ball(stored: Floats, w: Doubles, k: float) -> tuple[float, float]:
     a = _load(stored, w)
     gap, factor = gap_of(a, k)
@@ -155,7 +155,7 @@ def _load_into_ball(stored: Floats, w: Doubles, k: float) -> tuple[float, float]
     return a, gap
 
 
-@compiled(_nrt=False)
+@inlined
 def _update(visit: Visit, constants: BallConstants, scratch: Scratch, p: int, slot: int) -> None:
     adam, k, frame = constants.adam, constants.k, constants.frame
     beta1, beta2 = adam.beta1, adam.beta2
@@ -193,14 +193,14 @@ def _update(visit: Visit, constants: BallConstants, scratch: Scratch, p: int, sl
     _tell(scratch, step)
 
 
-@compiled(_nrt=False)
+@inlined
 def _tell(scratch: Scratch, step: Geodesic) -> None:
     scratch.told[0] += step.clamped
     scratch.told[1] += step.clamped and step.length > 1.0
     scratch.told[2] = max(scratch.told[2], step.length)
 
 
-@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
+@inlined(fastmath={"reassoc", "contract"})
 def _transport_diagonal(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: float) -> None:
     """Replace v by ``rho^2 diag(G diag(v) G^T)``: a diagonal 2-tensor's transport, never negative, O(D).
 
@@ -231,7 +231,7 @@ def _transport_diagonal(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho:
         v[j] = rho * rho * min(max(turned, smallest), largest)
 
 
-@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
+@inlined(fastmath={"reassoc", "contract"})
 def _transport_root(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: float) -> None:
     """Replace v by the square of its transported root, the original reading: not equivariant under flips."""
     p = q = 0.0
@@ -245,7 +245,7 @@ def _transport_root(w: Doubles, u: Doubles, v: Doubles, step: Geodesic, rho: flo
         v[j] = root * root
 
 
-@compiled(fastmath={"reassoc", "contract"}, _nrt=False)
+@inlined(fastmath={"reassoc", "contract"})
 def _update_row_wise(visit: Visit, constants: BallConstants, scratch: Scratch, p: int, slot: int) -> None:
     # The direction is u = -(phi m + decay w), a combination of two vectors that are at hand, so that it never
     # has to exist.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import inlined
 from dsa.kernels.layout import Floats
 from dsa.kernels.visiting import Scratch, Visit, pass_of
 
@@ -29,7 +29,7 @@ class SGDConstants(NamedTuple):
     stamp: int
 
 
-@compiled(_nrt=False)
+@inlined
 def _update(visit: Visit, constants: SGDConstants, scratch: Scratch, p: int, slot: int) -> None:
     layout, g = visit.layout, scratch.gradient
     dim = g.shape[0]
@@ -42,7 +42,7 @@ def _update(visit: Visit, constants: SGDConstants, scratch: Scratch, p: int, slo
         _descend(g, w, w, constants)
 
 
-@compiled(_nrt=False)
+@inlined
 def _descend(g: Floats, old_w: Floats, w: Floats, constants: SGDConstants) -> None:
     sign, l2, lr = np.float32(constants.sign), np.float32(constants.l2), np.float32(constants.lr)
     for j in range(g.shape[0]):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dsa.kernels.checks import LAST_COUNT, all_finite, any_sign
 from dsa.kernels.checksums import add_word
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import compiled, inlined
 from dsa.kernels.fence import fence
 from dsa.kernels.layout import Floats, WordLayout, Words, as_words, word_layout
 from dsa.kernels.prefetching import AHEAD, LINE_WORDS, prefetch_word
@@ -160,7 +160,7 @@ def pass_of(update: RowUpdate) -> Pass:
     return run
 
 
-@compiled(_nrt=False)
+@inlined
 def _meet(visit: Visit, q: int, p: int, slot: int) -> int:
     """Take the image of a record, note its row, and judge it."""
     _ask_ahead(visit, q)
@@ -174,7 +174,7 @@ def _meet(visit: Visit, q: int, p: int, slot: int) -> int:
     return _judge(image, visit.layout, visit.factors, visit.unwritten)
 
 
-@compiled(_nrt=False)
+@inlined
 def _ask_ahead(visit: Visit, q: int) -> None:
     # Records at random rows are latency: asking eight ahead makes a pass 1.6 times faster.
     if q + AHEAD < visit.positions.shape[0]:
@@ -183,7 +183,7 @@ def _ask_ahead(visit: Visit, q: int) -> None:
             prefetch_word(visit.table, place, column)  # type: ignore[call-arg]  # numba passes the first one
 
 
-@compiled(_nrt=False)
+@inlined
 def _judge(image: Words, layout: WordLayout, factors: Words, unwritten: int) -> int:
     """Tell whether an update may use a record.
 
@@ -204,7 +204,7 @@ def _judge(image: Words, layout: WordLayout, factors: Words, unwritten: int) -> 
     return unwritten if image[layout.s] == _ZERO else USABLE
 
 
-@compiled(_nrt=False)
+@inlined
 def _sum_gradients(gradients: Gradients, p: int, total: Floats) -> None:
     """Sum the gradients of a distinct row, in the order of their occurrence."""
     start, stop = gradients.starts[p], gradients.starts[p + 1]
@@ -217,7 +217,7 @@ def _sum_gradients(gradients: Gradients, p: int, total: Floats) -> None:
             total[j] += following[j]
 
 
-@compiled(_nrt=False)
+@inlined
 def _finish(visit: Visit, p: int, slot: int, stamp: int) -> bool:
     """Complete a new record by counter, stamp and checksum; return whether its numbers are finite.
 
