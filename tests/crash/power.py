@@ -148,7 +148,7 @@ class Device:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.directory, self._place = directory, directory.resolve()
         self.fail_syncs: Callable[[], bool] = lambda: False
         # No sync ends while an image is taken: what follows from it would be in the image and it would not.
         self._still = threading.RLock()
@@ -201,18 +201,27 @@ class Device:
         """Return what the names of each directory stand for, and where the files are."""
         names: dict[int, Names] = {}
         files: dict[int, Path] = {}
-        for path, directories, found in os.walk(self.directory):
+        for path, _, found in os.walk(self.directory):
             here = names.setdefault(os.stat(path).st_ino, {})
-            for name in (*directories, *found):
+            here.update(self._names_in(path))
+            files.update({here[name]: Path(path, name) for name in found if name in here})
+        return names, files
+
+    def _names_in(self, path: str) -> Names:
+        """Return what the names in one directory stand for."""
+        names: Names = {}
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.inode() in self._held:
+                    names[entry.name] = entry.inode()
+                    continue
                 try:
-                    descriptor = os.open(os.path.join(path, name), os.O_RDONLY)
+                    descriptor = os.open(entry.path, os.O_RDONLY)
                 except FileNotFoundError:  # a thread has just renamed or removed it
                     continue
-                here[name] = self._hold(descriptor)
+                names[entry.name] = self._hold(descriptor)
                 os.close(descriptor)
-                if name in found:
-                    files[here[name]] = Path(path, name)
-        return names, files
+        return names
 
     def _hold(self, descriptor: int) -> int:
         # Held open, so that the number of a removed file is not given to another.
@@ -231,7 +240,9 @@ class Device:
                 if not stat.S_ISDIR(status.st_mode):
                     self._sync_data(descriptor, failing=self._fails(descriptor))
                 else:
-                    self._names[status.st_ino] = self._list()[0].get(status.st_ino, {})
+                    path = os.readlink(f"/proc/self/fd/{descriptor}")
+                    if Path(path).is_relative_to(self._place):
+                        self._names[status.st_ino] = self._names_in(path)
                 sync(descriptor)
 
         return wrapper

@@ -85,43 +85,51 @@ def trace_calls(passing: Callable[[], None]) -> None:
     """Call `passing` in the main thread wherever the interpreter may run a signal's handler: in the package,
     after a call, at the start of a function and on the way back in a loop. `sys.settrace(None)` ends it.
     """
-    last: dict[FrameType, int] = {}
 
     def enter(frame: FrameType, event: str, argument: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        return inside
-
-    def inside(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "opcode":
-            before, last[frame] = last.get(frame), frame.f_lasti
-            if before is not None and _interruptible(frame, before) and not _collecting(frame):
-                passing()
-        elif event == "return":
-            last.pop(frame, None)
-        return inside
+        return _passing(frame, passing)
 
     sys.settrace(enter)
 
 
-def _interruptible(frame: FrameType, before: int) -> bool:
-    code = frame.f_code
-    if dis.opname[code.co_code[before]] not in _INTERRUPTIBLE:
-        return False
-    # A signal's exception belongs to the instruction before, one raised here to the next: what differs is who
-    # handles it. At the end of a `with` they differ, and no signal ever comes between.
-    handlers = _handlers(code)
-    return _handler(handlers, before) == _handler(handlers, frame.f_lasti)
+def _passing(frame: FrameType, passing: Callable[[], None]) -> Callable[..., Any]:
+    """Return what follows a frame from one entry to the next way out."""
+    if _collecting(frame):
+        return lambda frame, event, argument: None
+    interruptible, handlers = _interruptible(frame.f_code), _handlers(frame.f_code)
+    before = -1
+
+    def inside(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal before
+        if event == "opcode":
+            last, before = before, frame.f_lasti
+            # A signal's exception belongs to the instruction before, one raised here to the next: what
+            # differs is who handles it. At the end of a `with` they differ, and no signal ever comes between.
+            if last in interruptible and handlers[last] == handlers[before]:
+                passing()
+        return inside
+
+    return inside
 
 
 @functools.cache
-def _handlers(code: CodeType) -> list[tuple[int, int, int]]:
-    return [(entry.start, entry.end, entry.target) for entry in dis._parse_exception_table(code)]
+def _interruptible(code: CodeType) -> frozenset[int]:
+    instructions = code.co_code
+    every = range(0, len(instructions), 2)
+    return frozenset(at for at in every if dis.opname[instructions[at]] in _INTERRUPTIBLE)
 
 
-def _handler(handlers: list[tuple[int, int, int]], at: int) -> int:
-    return next((target for start, end, target in handlers if start <= at < end), -1)
+@functools.cache
+def _handlers(code: CodeType) -> tuple[int, ...]:
+    """Return where each byte of a function's code is handled, or -1."""
+    entries = dis._parse_exception_table(code)
+    return tuple(
+        next((entry.target for entry in entries if entry.start <= at < entry.end), -1)
+        for at in range(len(code.co_code))
+    )
 
 
 def _collecting(frame: FrameType | None) -> bool:
