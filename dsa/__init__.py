@@ -15,6 +15,7 @@ if _typing.TYPE_CHECKING:
     from dsa.inspection.repairs import repair
     from dsa.inspection.verification import verify
     from dsa.modules.embedding import DiskEmbedding, DiskEmbeddingBag
+    from dsa.optimizers.combined import CombinedOptimizer
     from dsa.optimizers.gradients import clip_grad_norm_, split_parameters
     from dsa.optimizers.prefetch import lookahead
     from dsa.optimizers.sparse_adagrad import DiskSparseAdagrad
@@ -25,6 +26,7 @@ if _typing.TYPE_CHECKING:
     from dsa.state.estimation import estimate
 
 __all__ = [
+    "CombinedOptimizer",
     "DiskEmbedding",
     "DiskEmbeddingBag",
     "DiskSparseAdagrad",
@@ -57,6 +59,7 @@ __version__ = "0.4.0.dev0"
 # Module and name of each, imported when it is used first: neither the command line nor a program that looks
 # at a state waits for torch. No module has the name of a function here: importing it would hide the function.
 _HOMES = {
+    "CombinedOptimizer": ("dsa.optimizers.combined", "CombinedOptimizer"),
     "DiskEmbedding": ("dsa.modules.embedding", "DiskEmbedding"),
     "DiskEmbeddingBag": ("dsa.modules.embedding", "DiskEmbeddingBag"),
     "DiskSparseAdagrad": ("dsa.optimizers.sparse_adagrad", "DiskSparseAdagrad"),

@@ -15,7 +15,7 @@ from dsa.optimizers import portable
 from dsa.optimizers.arguments import as_fraction
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
 from dsa.optimizers.options import as_index, as_number
-from dsa.optimizers.reference import check_reference, reference_to
+from dsa.optimizers.reference import follow_reference, reference_to
 from dsa.rules.adagrad import ROW_WISE_ADAGRAD
 from dsa.rules.adam import ROW_WISE_ADAM
 from dsa.rules.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
@@ -159,7 +159,8 @@ class DiskModule(torch.nn.Module):
             missing_keys.append(prefix + "_extra_state")
         else:
             try:
-                check_reference(self.weight.state, [self.weight.table.name], from_tensor(reference))
+                follow_reference(self.weight.state, [self.weight.table.name], from_tensor(reference))
+                self.weight.state.loaded_step = self.weight.state.global_step
             except (StateMismatchError, ValueError) as error:
                 error_msgs.append(str(error))
 

@@ -4,22 +4,68 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from dsa.errors import StateMismatchError
+from dsa.checkpoint import open_content
+from dsa.checkpoint.transfer import import_state
+from dsa.errors import CheckpointError, StateMismatchError
 from dsa.state.state_directory import StateDirectory
 
-__all__ = ["check_reference", "merged_groups", "reference_to"]
+__all__ = ["check_reference", "follow_reference", "merged_groups", "reference_to"]
 
 _KEYS: Final = {"directory", "identity", "global_step", "tables"}
 
 
 def reference_to(state: StateDirectory, tables: list[str]) -> dict[str, Any]:
-    """Return plain values that name a state, the step it is at, and some of its tables."""
+    """Return plain values that name a state, the step it is at, and some of its tables.
+
+    Where somebody has asked for it, a checkpoint of that step is named as well, and made first.
+    """
+    kept = None if state.keeper is None else state.keeper(state)
     return {
         "directory": str(state.path),
         "identity": state.identity,
         "global_step": state.global_step,
         "tables": tables,
+        **({} if kept is None else {"checkpoint": kept}),
     }
+
+
+def follow_reference(state: StateDirectory, tables: list[str], reference: dict[str, Any]) -> None:
+    """Bring a state to the step that a reference is to, by the checkpoint that it names, if need be.
+
+    Raises:
+        StateMismatchError: the reference is to another state, or other tables, or to another step and names
+            no checkpoint that can be read.
+    """
+    kept = reference.get("checkpoint") if isinstance(reference, dict) else None
+    if isinstance(kept, dict) and reference.keys() >= _KEYS and _is_other_step(state, reference):
+        _import(state, reference, kept)
+    check_reference(state, tables, reference)
+
+
+def _is_other_step(state: StateDirectory, reference: dict[str, Any]) -> bool:
+    if state.global_step == 0 and reference["identity"] != state.identity:
+        return True  # a new state, in which there is nothing to be lost
+    return bool(reference["identity"] == state.identity and reference["global_step"] != state.global_step)
+
+
+def _import(state: StateDirectory, reference: dict[str, Any], kept: dict[str, Any]) -> None:
+    url = kept.get("url")
+    what = (
+        f"the state dict was saved at step {reference['global_step']} but the state in {str(state.path)!r} "
+        f"is at step {state.global_step}, and the checkpoint {url!r} that was made with it"
+    )
+    try:
+        opened = open_content(str(url))
+    except CheckpointError as error:
+        raise StateMismatchError(
+            f"{what} can't be used ({error}): import another of that step with import_checkpoint, or load "
+            "a state dict whose checkpoint is there"
+        ) from error
+    if kept.get("content_root") != opened.checkpoint.content_root:
+        raise StateMismatchError(
+            f"{what} holds something else now: load a state dict whose checkpoint is there"
+        )
+    import_state(state, opened)
 
 
 def check_reference(state: StateDirectory, tables: list[str], reference: dict[str, Any]) -> None:
@@ -40,7 +86,8 @@ def check_reference(state: StateDirectory, tables: list[str], reference: dict[st
         raise StateMismatchError(
             f"the state dict was saved at step {reference['global_step']} but the state in {where} is at "
             f"step {state.global_step}: save both together, and roll the state back first, with "
-            f"import_checkpoint of the checkpoint of step {reference['global_step']}"
+            f"import_checkpoint of the checkpoint of step {reference['global_step']} "
+            "(dsa.CombinedOptimizer(checkpoints=...) makes one for each state dict, and goes back to it)"
         )
     if reference["tables"] != tables:
         raise StateMismatchError(

@@ -15,7 +15,7 @@ from dsa.optimizers.fingerprints import require_belonging, vouch
 from dsa.optimizers.flattening import gradient_rows
 from dsa.optimizers.holders import abandoned
 from dsa.optimizers.options import as_number
-from dsa.optimizers.reference import check_reference, reference_to
+from dsa.optimizers.reference import check_reference, follow_reference, reference_to
 from dsa.optimizers.registration import Registry
 from dsa.optimizers.resident import ParameterWeights, put_rows, row_elements
 from dsa.optimizers.stepping import Batch, Stepping
@@ -129,7 +129,9 @@ class SparseTables:
         """
         with self._ready() as state:
             if "dsa" in state_dict:
-                check_reference(state, self.names, state_dict["dsa"])
+                # A module that was loaded has said which step is meant.
+                follow = check_reference if state.loaded_step == state.global_step else follow_reference
+                follow(state, self.names, state_dict["dsa"])
             else:
                 self._take_over(state, self._tables, state_dict.get("state"))
             vouch(list(self._tables.values()))

@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
@@ -61,6 +61,12 @@ class StateDirectory:
         self.users: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         # What whoever opened it asked for, and all who share it have to.
         self.resume: bool | None = None
+        # Makes a checkpoint of the present step for whoever refers to it, and says where it is.
+        self.keeper: Callable[[StateDirectory], dict[str, str] | None] | None = None
+        # The step that a module was brought to by its state dict.
+        self.loaded_step: int | None = None
+        # A dense parameter that was trained beside it, or loaded with it, in this process.
+        self.companion: weakref.ref[object] | None = None
         self.replacements = 0
         self._metadata = metadata
         self._write_back = WriteBack(held.path)

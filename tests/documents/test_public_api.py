@@ -293,6 +293,10 @@ def test_the_package_is_marked_as_typed():
     assert (Path(dsa.__file__).parent / "py.typed").is_file()
 
 
+# Trainers that build their optimizer from the parameters alone get a subclass whose constructor does that.
+SUBCLASSED = {"CombinedOptimizer"}
+
+
 def test_concrete_classes_are_final():
     for name in PUBLIC:
         for key, value in objects(name).items():
@@ -301,7 +305,7 @@ def test_concrete_classes_are_final():
                 and not issubclass(value, BaseException)
                 and not getattr(value, "_is_protocol", False)
             ):
-                tested = name == "dsa.testing" or issubclass(value, tuple)
+                tested = name == "dsa.testing" or issubclass(value, tuple) or key in SUBCLASSED
                 assert tested or getattr(value, "__final__", False), (
                     f"{name}.{key} may be subclassed: mark it @final"
                 )

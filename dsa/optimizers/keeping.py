@@ -1,0 +1,81 @@
+"""Checkpoints that go with the state dicts of a trainer: one of each step that a state dict refers to.
+
+Trainers save state dicts, which only refer to what is on disk. After a kill the state is steps ahead of what
+was saved last; a checkpoint of that very step, named in the reference, is what it goes back to.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, final
+
+from dsa.checkpoint import open_checkpoint
+from dsa.checkpoint.transfer import export_state
+from dsa.optimizers.options import as_index
+from dsa.state.directories import local_directory
+from dsa.state.state_directory import StateDirectory
+
+__all__ = ["CheckpointKeeper"]
+
+_REMOVED: Final = "removed-"
+
+
+@final
+class CheckpointKeeper:
+    """Makes a checkpoint of a state's present step when a state dict is asked for, once for each step.
+
+    Args:
+        place: The directory of the checkpoints, which are named ``step-N``.
+        keep: How many to keep, at least 2, since a kill may come when a checkpoint is complete and the file
+            that refers to it is not; None keeps all.
+
+    Raises:
+        ValueError: the place is no local directory, or `keep` is less than 2.
+    """
+
+    def __init__(self, place: str | os.PathLike[str], keep: int | None) -> None:
+        if keep is not None and as_index("keep", keep) < 2:
+            raise ValueError(
+                f"keep={keep!r} is too few: pass 2 or more, for the newest checkpoint may be one that no "
+                "saved file refers to yet, or None to keep all"
+            )
+        self._place = Path(local_directory(place, "checkpoints")).absolute()
+        self._keep = keep
+        self._made: tuple[str, int, int] | None = None
+        self._reference: dict[str, str] | None = None
+
+    def __call__(self, state: StateDirectory) -> dict[str, str] | None:
+        """Return where a checkpoint of the present step is and the name of its content, making it if need be.
+
+        Returns:
+            ``url`` and ``content_root``; None at step 0, of which there is nothing to be kept.
+
+        Raises:
+            StateClosedError: there is none of the present step, and the state is closed.
+            CheckpointError, DiskSpaceError: see `dsa.optimizers.portable.export_checkpoint`.
+        """
+        now = state.identity, state.replacements, state.global_step
+        if state.global_step == 0:
+            return None
+        if self._made != now:
+            self._place.mkdir(parents=True, exist_ok=True)
+            # What is there already is of the same step of a run that was killed later and has gone back.
+            url = export_state(state, self._place / f"step-{state.global_step}", overwrite=True)
+            self._reference = {"url": url, "content_root": open_checkpoint(url).content_root}
+            self._made = now
+            self._remove_old()
+        return self._reference
+
+    def _remove_old(self) -> None:
+        for left in self._place.glob(f"{_REMOVED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if self._keep is None:
+            return
+        found = sorted(self._place.glob("step-*/zarr.json"), key=lambda root: root.stat().st_mtime_ns)
+        for root in found[: -self._keep]:
+            # Renamed first: what is half removed must not be taken for a damaged checkpoint.
+            with suppress(OSError):
+                shutil.rmtree(root.parent.rename(self._place / f"{_REMOVED}{root.parent.name}"))
