@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dsa.errors import StateMismatchError
+from dsa.modules.setting import set_rows
 from dsa.modules.tensor_reference import from_tensor, to_tensor
 from dsa.optimizers import portable
 from dsa.optimizers.arguments import as_fraction
@@ -109,6 +110,51 @@ class DiskModule(torch.nn.Module):
         """
         with self.weight.state.exclusive:
             self.weight.state.close()
+
+    def set_rows(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Set the weights of some rows, all of them or none, in one transaction; their moments stay.
+
+        For all rows there is `load_state_dict`, and ``init=`` when the table is made.
+
+        Args:
+            ids: ``(B,)`` of an integer dtype, in any order, each once.
+            weights: ``(B, D)`` of a floating dtype, finite, and inside the ball where there is one.
+
+        Raises:
+            ValueError: an id comes twice, or the weights can't be these rows'; nothing has changed.
+            RowIndexError, RowTypeError: the ids can't be used; nothing has changed.
+            StateError: the directory can't be used; see `dsa.errors`.
+
+        Example:
+            >>> import tempfile
+            >>> from dsa import DiskEmbedding
+            >>> embedding = DiskEmbedding(1000, 2, state_dir=tempfile.mkdtemp())
+            >>> embedding.set_rows(torch.tensor([7]), torch.tensor([[0.5, -0.5]]))
+            >>> embedding.weight[7].tolist()
+            [0.5, -0.5]
+            >>> embedding.close()
+        """
+        set_rows(self.weight.state, self.weight.table, ids, weights)
+
+    def reset_parameters(self) -> None:
+        """Refuse to draw all weights again.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"reset_parameters() would draw every row of table {self.weight.table.name!r} again: build the "
+            "module with resume=False, or a new directory, and init= for how weights are drawn"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - as torch's
+        if name == "weight" and not isinstance(value, DiskParameter):
+            raise TypeError(
+                f"the weight of a {type(self).__name__} is on disk and can't be replaced by a "
+                f"{type(value).__name__}: set some rows by set_rows(ids, weights), all of them by "
+                "load_state_dict({'weight': weights})"
+            )
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """Return what ``print(module)`` shows between the brackets."""

@@ -11,9 +11,12 @@ from torch.nn import functional
 from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
 from dsa.modules.disk_module import DiskModule, Source, table_spec_of
-from dsa.modules.lookup import look_up
+from dsa.modules.graph_break import outside_graphs
+from dsa.modules.midpoint import gyromidpoints
 from dsa.modules.pretrained import pretrained_options, pretrained_source
 from dsa.optimizers.arguments import DEFAULT_BACKEND, storage_choice
+from dsa.optimizers.lookup import look_up
+from dsa.optimizers.weight_access import bag_rows
 from dsa.rules.init import MatrixLike
 from dsa.state.storage import Durability
 
@@ -109,6 +112,7 @@ class DiskEmbedding(DiskModule):
             dtype,
         )
 
+    @outside_graphs
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of `input`, an integer tensor of any shape: ``(*, D)``."""
         found = look_up(self.weight, input, self.padding_idx, self.max_norm, self.norm_type, self.training)
@@ -144,7 +148,7 @@ class DiskEmbeddingBag(DiskModule):
         max_norm: See `DiskEmbedding`.
         norm_type: See `DiskEmbedding`.
         scale_grad_by_freq: Refused if true.
-        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``. On a ball ``"mean"`` alone, the Möbius gyromidpoint.
         sparse: Refused if false.
         include_last_offset: Whether the last offset is the number of ids.
         padding_idx: A row that starts at zero, is left out of every bag, and gets no gradient.
@@ -200,6 +204,8 @@ class DiskEmbeddingBag(DiskModule):
         _refuse(scale_grad_by_freq, sparse)
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode={mode!r} is not known: use 'sum', 'mean' or 'max'")
+        if k != 0.0 and mode != "mean":
+            raise ValueError(f"mode={mode!r} leaves the ball of k={k!r}: use 'mean', its gyromidpoint")
         spec = table_spec_of(name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction)
         storage = storage_choice(backend, allocate, durability, async_writes)
         super().__init__(
@@ -218,6 +224,7 @@ class DiskEmbeddingBag(DiskModule):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
+    @outside_graphs
     def forward(
         self,
         input: torch.Tensor,
@@ -235,14 +242,20 @@ class DiskEmbeddingBag(DiskModule):
             ``(bags, D)``.
         """
         found = look_up(self.weight, input, self.padding_idx, self.max_norm, self.norm_type, self.training)
-        return functional.embedding_bag(
-            found.inverse,
+        if self.k > 0.0:
+            if per_sample_weights is not None:
+                raise ValueError("per_sample_weights are for mode='sum', which a ball lacks: leave them out")
+            return gyromidpoints(
+                found.values, self.k, found.inverse, offsets, self.include_last_offset, found.padding
+            )
+        return bag_rows(
             found.values,
+            found.inverse,
             offsets,
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
-            padding_idx=found.padding,
+            self.mode,
+            per_sample_weights,
+            self.include_last_offset,
+            found.padding,
         )
 
     @classmethod

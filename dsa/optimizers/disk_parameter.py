@@ -7,6 +7,8 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from dsa.optimizers.weight_access import look_up_function, refuse
+from dsa.optimizers.weight_data import WeightData
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table
 
@@ -48,8 +50,9 @@ class DiskParameter(torch.nn.Parameter):
 
     Its shape is ``(N, D)``, its storage one number, its gradients are sparse.
 
-    `DiskSparseAdam` recognises it and updates the table. Computing with it is refused: there is nothing to
-    compute with.
+    `DiskSparseAdam` recognises it and updates the table. ``weight[ids]``, `torch.nn.functional.embedding` and
+    `embedding_bag` read rows of it, with sparse gradients. Computing with the whole is refused: there is
+    nothing to compute with.
 
     Args:
         state: The open directory of the table.
@@ -84,16 +87,17 @@ class DiskParameter(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Let harmless questions through and refuse computations."""
+        """Look rows up, let harmless questions through, and refuse computations with the whole table."""
+        if (lookup := look_up_function(func)) is not None:
+            return lookup(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        asked = attribute if attribute in _VALUES else name
-        if asked not in _HARMLESS:
-            raise RuntimeError(
-                f"{asked!r} was called on the weight of a table on disk, which has no values in memory: use "
-                "the rows that the module's forward returns, and penalise or tie those instead of the whole "
-                "table"
-            )
+        if attribute == "data" and name == "__get__":
+            return WeightData(args[0])
+        if attribute in _VALUES:
+            refuse(attribute, writing=name == "__set__")
+        if name not in _HARMLESS:
+            refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

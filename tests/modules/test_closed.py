@@ -59,6 +59,8 @@ PORTABLE = {
 MODULE = {
     **PORTABLE,
     "flush": lambda it: it.flush(),
+    "set_rows": lambda it: it.set_rows(torch.tensor([1]), torch.zeros(1, DIM)),
+    "set_rows of none": lambda it: it.set_rows(torch.tensor([], dtype=torch.int64), torch.zeros(0, DIM)),
     "load_state_dict": lambda it: it.load_state_dict(it.state_dict()),
     "load_state_dict of weights": lambda it: it.load_state_dict({"weight": torch.zeros(ROWS, DIM)}),
 }
@@ -101,8 +103,8 @@ ALLOWED = {
     sparse: {
         "close", "shutdown", "stats", "global_step", "param_names", "state_dict", "zero_grad", "convention",
     },
-    disk: {"close", "k", "extra_repr", "from_pretrained"},
-    bag: {"close", "k", "extra_repr", "from_pretrained"},
+    disk: {"close", "k", "extra_repr", "from_pretrained", "reset_parameters"},
+    bag: {"close", "k", "extra_repr", "from_pretrained", "reset_parameters"},
 }  # fmt: skip
 EVERY = [(make, name) for make, calls in CALLS.items() for name in calls]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa import DiskEmbedding, DiskSparseAdam, init
-from dsa.modules.lookup import _clip
+from dsa.optimizers.lookup import _clip
 
 ORDERS = [0.01, 0.5, 1.0, 2.0, 3.0, 7.0, math.inf]
 LIMITS = [0.0, 1e-45, 1e-40, 1e-20, 1e-7, 0.3, 1.0, 20.0, 1e10, 3e38, 1e300, math.inf]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from dsa.errors import RowTypeError
 from dsa.kernels.rows import unique_inverse
 from dsa.kernels.threads import thread_limit
-from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.tensors import to_array
 from dsa.schema import Rows
 from dsa.state.coalesce import as_rows
 from dsa.state.maintenance import write_weights
 from dsa.state.table import read_weights
+
+if TYPE_CHECKING:
+    from dsa.optimizers.disk_parameter import DiskParameter
 
 __all__ = ["Lookup", "look_up"]
 
@@ -61,6 +63,11 @@ def look_up(
     table, state = weight.table, weight.state
     if not isinstance(ids, torch.Tensor):
         raise RowTypeError(f"the ids for table {table.name!r} are a {type(ids).__name__}: pass a tensor")
+    if ids.is_nested:
+        raise RowTypeError(
+            f"the ids for table {table.name!r} are a nested tensor: pass ids.values(), and for bags "
+            "ids.offsets()[:-1] as their offsets"
+        )
     rows = as_rows(to_array(ids).reshape(-1), len(table), table.name)
     unique, inverse = unique_inverse(rows)
     with state.use(), thread_limit(torch.get_num_threads()):
