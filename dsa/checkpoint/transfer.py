@@ -25,7 +25,7 @@ from dsa.checkpoint.export import ExportOptions, export_content
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.errors import StateExistsError, StateMismatchError, StateNotFoundError, StateWarning, notify
 from dsa.rules.updates import label_of
-from dsa.schema import Records
+from dsa.schema import Records, read_numbers
 from dsa.state.content import StateContent, TableContent
 from dsa.state.directories import local_directory
 from dsa.state.holding import LOCK_NAME, HeldDirectory
@@ -358,7 +358,7 @@ class _Kept:
     def add(self, records: Records) -> None:
         """Keep the weights of the next block."""
         if self._there:
-            self._file.write(np.ascontiguousarray(records["w"]).data)
+            self._file.write(np.ascontiguousarray(read_numbers(records, "w")).data)
 
     def put(self, table: Table) -> None:
         """Hand the weights over."""

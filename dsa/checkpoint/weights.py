@@ -24,7 +24,7 @@ from dsa.checkpoint.meter import metered
 from dsa.checkpoint.names import group_names
 from dsa.checkpoint.places import Place, find_place
 from dsa.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointWriteError, DiskSpaceError
-from dsa.schema import Field, Records, Schema
+from dsa.schema import Field, Records, Schema, is_bfloat16
 from dsa.state.content import StateContent, TableContent, recast
 
 __all__ = ["write_weights"]
@@ -97,8 +97,9 @@ def _header(content: StateContent) -> bytes:
     end = 0
     for table, name in zip(content.tables, group_names(t.name for t in content.tables), strict=True):
         shape = [table.rows, table.schema.dim]
-        size = 4 * table.rows * table.schema.dim
-        tensors[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        size = _bytes_of(table)
+        kind = "BF16" if is_bfloat16(table.schema.dtype["w"]) else "F32"
+        tensors[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(tensors).encode()
     text += b" " * (-len(text) % 8)
@@ -156,13 +157,17 @@ def _write(file: BinaryIO, content: StateContent, header: bytes, options: Export
         file.write(header)
         for table in content.tables:
             for _, records in table.blocks():
-                weights = np.ascontiguousarray(records["w"], "<f4")
+                weights = np.ascontiguousarray(records["w"])  # the bit patterns of bfloat16
                 file.write(weights.data)
                 advance(weights.nbytes)
 
 
 def _size(content: StateContent) -> int:
-    return sum(4 * table.rows * table.schema.dim for table in content.tables)
+    return sum(_bytes_of(table) for table in content.tables)
+
+
+def _bytes_of(table: TableContent) -> int:
+    return table.rows * int(table.schema.dtype["w"].itemsize)
 
 
 def _taken(url: str) -> CheckpointExistsError:

@@ -15,7 +15,10 @@ from dsa.kernels.layout import Words
 __all__ = [
     "LAST_COUNT",
     "all_finite",
+    "all_packable",
+    "all_pairs_finite",
     "any_sign",
+    "any_sign_in_pairs",
 ]
 
 LAST_COUNT: Final = 2**31 - 1
@@ -25,6 +28,12 @@ LAST_COUNT: Final = 2**31 - 1
 _MAGNITUDE: Final = np.int32(0x7FFFFFFF)
 _INFINITY: Final = np.int32(0x7F800000)
 _ZERO: Final = np.int32(0)
+# Of the lower half of a word, a bfloat16.
+_SIXTEEN: Final = np.int32(16)
+_LAST_PAIRED: Final = np.int32(0x7F7F0000)
+_PAIR_MAGNITUDE: Final = np.int32(0x7FFF)
+_PAIR_INFINITY: Final = np.int32(0x7F80)
+_PAIR_SIGN: Final = np.int32(0x8000)
 
 
 @inlined
@@ -43,3 +52,31 @@ def any_sign(patterns: Words) -> bool:
     for j in range(patterns.shape[0]):
         lowest = min(lowest, patterns[j])
     return bool(lowest < _ZERO)
+
+
+@inlined
+def all_packable(patterns: Words) -> bool:
+    """Tell whether float32 bit patterns are all of numbers up to the largest bfloat16, 3.39e38."""
+    largest = _ZERO
+    for j in range(patterns.shape[0]):
+        largest = max(largest, patterns[j] & _MAGNITUDE)
+    return bool(largest <= _LAST_PAIRED)
+
+
+@inlined
+def all_pairs_finite(patterns: Words) -> bool:
+    """Tell whether the bfloat16 bit patterns in words, two in each, are all finite."""
+    largest = _ZERO
+    for j in range(patterns.shape[0]):
+        largest = max(largest, patterns[j] & _PAIR_MAGNITUDE)
+        largest = max(largest, (patterns[j] >> _SIXTEEN) & _PAIR_MAGNITUDE)
+    return bool(largest < _PAIR_INFINITY)
+
+
+@inlined
+def any_sign_in_pairs(patterns: Words) -> bool:
+    """Tell whether one of the halves of some words has its sign bit set."""
+    largest = _ZERO
+    for j in range(patterns.shape[0]):
+        largest = max(largest, patterns[j] & _PAIR_SIGN)
+    return bool(largest > _ZERO) or any_sign(patterns)

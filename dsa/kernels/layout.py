@@ -9,14 +9,24 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.schema import Records
+from dsa.schema import Records, is_bfloat16
 
-__all__ = ["Floats", "WordLayout", "Words", "as_words", "word_layout"]
+__all__ = [
+    "Floats",
+    "PackedLayout",
+    "WordLayout",
+    "Words",
+    "as_words",
+    "record_layout",
+    "wide_words",
+    "word_layout",
+]
 
 Words = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 _STAMP: Final = 5
+_KEYS: Final = ("id", "live")
 
 
 class WordLayout(NamedTuple):
@@ -45,6 +55,76 @@ class WordLayout(NamedTuple):
     s: int
     dim: int
     first: int
+
+
+class PackedLayout(NamedTuple):
+    """Where the fields lie in a record of which some hold bfloat16, two numbers in a word.
+
+    A field begins on a word; where its numbers are odd, the upper half of its last word is zero.
+
+    Args:
+        wide: Where they lie in the record with a word for each number: the one that an update sees.
+        fields: ``(F, 4)`` int64: of each field, but for those that say whose row it is, its first word here,
+            its first word in the wide record, how many numbers it has, and 1 where two of them share a word,
+            else 0.
+        t: The first word of the counts here.
+        s: The stamp's here.
+        halves: How many words hold two numbers.
+    """
+
+    wide: WordLayout
+    fields: NDArray[np.int64]
+    t: int
+    s: int
+    halves: int
+
+
+@lru_cache(maxsize=64)
+def record_layout(dtype: np.dtype[np.void], non_negative: tuple[str, ...]) -> WordLayout | PackedLayout:
+    """Return where the fields of a record dtype lie: `word_layout`, or with bfloat16 the packed form of it.
+
+    Args:
+        dtype: That of an update rule's schema, in which every field is float32, bfloat16 or int32.
+        non_negative: The floating-point fields that are never negative.
+
+    Raises:
+        ValueError: a field is of another kind, or the fields are in another order.
+
+    Example:
+        >>> from dsa.schema import adam_schema, with_dtypes
+        >>> layout = record_layout(with_dtypes(adam_schema(dim=3), {"v": "bfloat16"}).dtype, ("v",))
+        >>> layout.fields.tolist()
+        [[0, 0, 3, 0], [3, 3, 3, 0], [6, 6, 3, 1], [8, 9, 1, 0], [9, 10, 1, 0]]
+    """
+    names, fields = dtype.names or (), _fields_of(dtype)
+    if not any(is_bfloat16(fields[name]) for name in names):
+        return word_layout(dtype, non_negative)
+    own = [name for name in names if name not in _KEYS]
+    wide = word_layout(np.dtype([(name, _widened(fields[name])) for name in own]), non_negative)
+    start, wide_start = sum(fields[name].itemsize // 4 for name in names if name in _KEYS), 0
+    found = []
+    for name in own:
+        count, paired = fields[name].shape[0] if fields[name].shape else 1, is_bfloat16(fields[name])
+        found.append((start, wide_start, count, int(paired)))
+        start += -(-count // 2) if paired else count
+        wide_start += count
+    halves = sum(-(-count // 2) for _, _, count, paired in found if paired)
+    t = next(first for first, wide_first, _, _ in found if wide_first >= wide.t)
+    return PackedLayout(wide, np.array(found, np.int64), t, start - 1, halves)
+
+
+def wide_words(layout: WordLayout | PackedLayout) -> tuple[int, int]:
+    """Return the words of a wide record and those that hold two numbers in a packed one, 0 without any."""
+    return (0, 0) if isinstance(layout, WordLayout) else (layout.wide.s + 1, layout.halves)
+
+
+def _fields_of(dtype: np.dtype[np.void]) -> dict[str, np.dtype[Any]]:
+    fields: Any = dtype.fields
+    return {name: fields[name][0] for name in dtype.names or ()}
+
+
+def _widened(dtype: np.dtype[Any]) -> Any:  # noqa: ANN401 - numpy's dtype-like
+    return ("<f4", dtype.shape) if is_bfloat16(dtype) else dtype
 
 
 @lru_cache(maxsize=64)
@@ -81,7 +161,7 @@ def word_layout(dtype: np.dtype[np.void], non_negative: tuple[str, ...]) -> Word
 
 def _run(dtype: np.dtype[Any], name: str, non_negative: bool) -> int:
     """Return which of the six runs a field belongs to; a number beyond them where to none."""
-    if name in ("id", "live"):
+    if name in _KEYS:
         return 0
     if dtype.base == np.dtype("<i4"):
         return _STAMP if name == "s" else 4

@@ -13,42 +13,18 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from dsa.kernels.checks import all_finite, any_sign
+from dsa.kernels.checks import all_finite, all_pairs_finite, any_sign, any_sign_in_pairs
 from dsa.kernels.compiled import compiled
 from dsa.kernels.layout import Words, as_words
 from dsa.schema import TORN, Records, floating_fields, read_numbers
 
 __all__ = ["describe_fault", "first_implausible"]
 
-# Typed as int32: with Python's integers numba widens the loops to 64 bits, eight times slower.
-_ZERO: Final = np.int32(0)
-_SIXTEEN: Final = np.int32(16)
-# Of the lower half of a word, a bfloat16.
-_MAGNITUDE: Final = np.int32(0x7FFF)
-_INFINITY: Final = np.int32(0x7F80)
-_SIGN: Final = np.int32(0x8000)
 # The field of which every value is plausible, see `dsa.schema.keyed`.
 _ANY: Final = "id"
 
 # The passes over records are compiled without counts of references: counting those of a view of each record
 # takes longer than looking at it.
-
-
-@compiled
-def _all_finite_pairs(patterns: Words) -> bool:
-    largest = _ZERO
-    for j in range(patterns.shape[0]):
-        largest = max(largest, patterns[j] & _MAGNITUDE)
-        largest = max(largest, (patterns[j] >> _SIXTEEN) & _MAGNITUDE)
-    return bool(largest < _INFINITY)
-
-
-@compiled
-def _any_sign_in_pairs(patterns: Words) -> bool:
-    largest = _ZERO
-    for j in range(patterns.shape[0]):
-        largest = max(largest, patterns[j] & _SIGN)
-    return bool(largest > _ZERO) or any_sign(patterns)
 
 
 @compiled(_nrt=False)
@@ -62,7 +38,7 @@ def _first_infinite(words: Words, start: int, stop: int) -> int:
 @compiled(_nrt=False)
 def _first_infinite_pair(words: Words, start: int, stop: int) -> int:
     for i in range(words.shape[0]):
-        if not _all_finite_pairs(words[i, start:stop]):
+        if not all_pairs_finite(words[i, start:stop]):
             return i
     return -1
 
@@ -78,7 +54,7 @@ def _first_negative(words: Words, start: int, stop: int) -> int:
 @compiled(_nrt=False)
 def _first_negative_pair(words: Words, start: int, stop: int) -> int:
     for i in range(words.shape[0]):
-        if _any_sign_in_pairs(words[i, start:stop]):
+        if any_sign_in_pairs(words[i, start:stop]):
             return i
     return -1
 

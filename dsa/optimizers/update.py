@@ -7,11 +7,12 @@ from typing import Any, Final
 import numpy as np
 
 from dsa.errors import CorruptRowError, GradientError
-from dsa.kernels.layout import Floats, Words, as_words, word_layout
+from dsa.kernels.judging import USABLE
+from dsa.kernels.layout import Floats, Words, as_words, record_layout
 from dsa.kernels.plausible import describe_fault
 from dsa.kernels.report import StepReport, merge_reports
 from dsa.kernels.threads import run_slices
-from dsa.kernels.visiting import USABLE, Gradients, Pass, Visit, make_scratch
+from dsa.kernels.visiting import Gradients, Pass, Visit, make_scratch
 from dsa.schema import Records, Rows, floating_fields, read_numbers
 from dsa.state.coalesce import merge, require_finite
 from dsa.state.table import Table, corrupt_row, first_records, read_records, unwritten_rows
@@ -52,7 +53,7 @@ def update_in_place(
     visit = Visit(
         table=images.words,  # another one in each slice
         weights=np.empty((0, dim), np.float32) if weights is None else weights,
-        layout=word_layout(table.backend.schema.dtype, tuple(table.rule.non_negative)),
+        layout=record_layout(table.backend.schema.dtype, tuple(table.rule.non_negative)),
         places=rows,
         rows=rows,
         positions=np.arange(count),
@@ -62,10 +63,11 @@ def update_in_place(
         fresh=np.empty(count, np.int64),
         unwritten=unwritten_rows(table),
         factors=_NO_FACTORS,
+        seed=table.seed,
     )
 
     def run(records: Words, factors: Words, start: int, stop: int) -> StepReport:
-        scratch = make_scratch(dim)
+        scratch = make_scratch(dim, visit.layout)
         mine = visit._replace(table=records, factors=factors)
         bad, left_out = update(mine, gradients, constants, scratch, start, stop)
         if left_out and bad < 0:
@@ -115,7 +117,7 @@ def update_records(
     visit = Visit(
         table=words,
         weights=np.empty((0, dim), np.float32) if weights is None else weights,
-        layout=word_layout(records.dtype, tuple(table.rule.non_negative)),
+        layout=record_layout(records.dtype, tuple(table.rule.non_negative)),
         places=places,
         rows=rows,
         positions=places,
@@ -125,11 +127,12 @@ def update_records(
         fresh=_NONE,
         unwritten=USABLE,
         factors=_NO_FACTORS,
+        seed=table.seed,
     )
 
     def run(start: int, stop: int) -> StepReport:
         read_records(table, rows[start:stop], records[start:stop])
-        scratch = make_scratch(dim)
+        scratch = make_scratch(dim, visit.layout)
         mine = visit._replace(images=np.empty((1, words.shape[1]), np.int32))
         bad, _ = update(mine, gradients, constants, scratch, start, stop)
         return StepReport.of(bad, scratch.told)

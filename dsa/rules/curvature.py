@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dsa.rules.manifolds import Manifold
 from dsa.rules.updates import AnyRule
-from dsa.schema import Records
+from dsa.schema import Records, read_numbers, store_numbers
 
 __all__ = ["CurvatureMap", "map_weights", "recurve"]
 
@@ -43,9 +43,9 @@ def recurve(
         reset_moments: Zero everything but weight and stamp instead of rescaling it.
     """
     changed = records.copy()
-    w = old.project(records["w"].astype(np.float64))[0]
+    w = old.project(read_numbers(records, "w").astype(np.float64))[0]
     moved = map_weights(w, old, new, mapping)
-    changed["w"] = moved
+    store_numbers(changed, "w", moved)
     if reset_moments:
         for name in set(changed.dtype.names or ()) - {"w", "s"}:
             changed[name] = 0

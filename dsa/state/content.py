@@ -12,7 +12,7 @@ from typing import final
 import numpy as np
 
 from dsa.rules.updates import AnyRule
-from dsa.schema import Records, Schema
+from dsa.schema import Records, Schema, copy_field
 from dsa.state.facts import TableFacts
 
 __all__ = ["Blocks", "StateContent", "TableContent", "recast"]
@@ -93,7 +93,7 @@ def recast(records: Records, schema: Schema) -> Records:
     """Return new records of a schema, with what others say of its fields; zero in those that they lack.
 
     Args:
-        records: ``(B,)``, of fields with the same types where the names are the same.
+        records: ``(B,)``. A field of another dtype is converted, see `dsa.schema.store_numbers`.
         schema: The schema.
 
     Example:
@@ -105,5 +105,5 @@ def recast(records: Records, schema: Schema) -> Records:
     made = np.zeros(len(records), schema.dtype)
     for name in schema.names:
         if name in (records.dtype.names or ()):
-            made[name] = records[name]
+            copy_field(records, name, made)
     return made

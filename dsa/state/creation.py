@@ -16,7 +16,7 @@ from dsa.backends.writer import WriteBehind
 from dsa.errors import DiskSpaceError, StateCorruptError
 from dsa.rules.init import FromArray
 from dsa.schema import Records
-from dsa.state.content import TableContent
+from dsa.state.content import TableContent, recast
 from dsa.state.first_weights import first_content
 from dsa.state.holding import HeldDirectory
 from dsa.state.journal import Journal
@@ -153,9 +153,7 @@ def _write_block(table: Table, first: int, records: Records, global_step: int | 
         return
     kept = records
     if len(chosen) < len(records) or records.dtype != schema.dtype:
-        kept = np.zeros(len(chosen), schema.dtype)
-        for name in kept.dtype.names or ():
-            kept[name] = records[name][chosen]
+        kept = recast(records[chosen], schema)
     if not lazy:
         kept["s"][kept["s"] == 0] = 1  # without a rule every row is one that was written
     if global_step is not None:

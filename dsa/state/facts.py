@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
 
@@ -12,7 +14,7 @@ from dsa.rules.init import Initializer, from_json
 from dsa.rules.known import rule_from_json
 from dsa.rules.manifolds import curvature_from_json
 from dsa.rules.updates import AnyRule, label_of, rule_to_json
-from dsa.schema import Schema
+from dsa.schema import Schema, is_bfloat16
 from dsa.state.metadata import METADATA_NAME
 
 __all__ = ["TableFacts", "describe_facts", "stored_facts", "unreadable_table"]
@@ -47,12 +49,29 @@ class TableFacts:
     initializer: Initializer | None = None
     init_max_norm_fraction: float = 0.5
 
+    @property
+    def seed(self) -> int:
+        """What tells its random roundings from those of other tables, in [0, 2^63): a hash of its name."""
+        return _seed_of(self.name)
+
     def __post_init__(self) -> None:
+        if self.k != 0.0 and is_bfloat16(self.schema.dtype[0]) and self.schema.names[0] == "w":
+            raise ValueError(
+                f"table {self.name!r} has weights in bfloat16 and k={self.k!r}: near the edge of a ball "
+                "bfloat16 can't tell points apart; keep the weights in float32 (the other fields may be "
+                "bfloat16), or pass k=0"
+            )
         if self.k != 0.0 and not self.rule.curved:
             raise ValueError(
                 f"table {self.name!r} has the update rule {label_of(self.rule)}, which works in flat "
                 f"space only, and k={self.k!r}: pass k=0, or choose another rule"
             )
+
+
+@lru_cache(maxsize=256)
+def _seed_of(name: str) -> int:
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def describe_facts(facts: TableFacts) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dsa.errors import StateWarning, notify
 from dsa.rules.init import FromArray
-from dsa.schema import Records
+from dsa.schema import Records, store_numbers
 from dsa.state.content import TableContent
 from dsa.state.storage import TableSpec
 
@@ -39,7 +39,7 @@ def _blocks(spec: TableSpec) -> Iterator[tuple[int, Records]]:
     factor = _ball_factor(spec, source, block)
     for start, weights in source.blocks(block):
         records = np.zeros(len(weights), spec.schema.dtype)
-        records["w"] = weights if factor == 1.0 else weights * np.float64(factor)
+        store_numbers(records, "w", weights if factor == 1.0 else weights * np.float64(factor))
         records["s"] = 1
         yield start, records
 

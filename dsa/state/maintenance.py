@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from dsa.errors import StateWarning, notify
 from dsa.kernels.plausible import first_implausible
-from dsa.schema import Rows
+from dsa.schema import Rows, read_numbers, store_numbers
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import (
     Table,
@@ -35,8 +35,9 @@ def reproject(state: StateDirectory, table: Table) -> int:
         broken = implausible_rows(records, table.rule)
         if broken.any():
             records[broken] = fill_untouched(table, rows[broken], blank_records(table, int(broken.sum()), 0))
-        weights, outside = table.space.project(records["w"].astype(np.float64))
-        records["w"][outside] = weights[outside]
+        weights, outside = table.space.project(read_numbers(records, "w").astype(np.float64))
+        if outside.any():  # on a ball, where weights are float32
+            records["w"][outside] = weights[outside]
         # A stamp: the next differential checkpoint has to hold them.
         records["s"][broken | (outside & (records["s"] > 0))] = stamp_of(state.global_step)
         moved = broken | outside
@@ -72,6 +73,6 @@ def write_weights(state: StateDirectory, table: Table, rows: Rows, weights: NDAr
     position = first_implausible(memory, table.rule.non_negative)
     if position >= 0:
         raise corrupt_row(table, rows, memory, position)
-    memory["w"] = weights
+    store_numbers(memory, "w", weights)
     memory["s"] = stamp_of(state.global_step)
     state.commit()

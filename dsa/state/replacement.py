@@ -22,7 +22,7 @@ from dsa.errors import DiskSpaceError
 from dsa.rules.curvature import CurvatureMap, recurve
 from dsa.rules.init import FromArray
 from dsa.rules.manifolds import manifold_of
-from dsa.schema import Records
+from dsa.schema import Records, store_numbers
 from dsa.state.content import StateContent, TableContent
 from dsa.state.creation import begin_life, is_current, make_table, queue_writes
 from dsa.state.holding import HeldDirectory
@@ -91,7 +91,7 @@ def replace_weights(state: StateDirectory, table: Table, source: FromArray) -> N
 
     def loaded(first: int, records: Records) -> Records:
         weights = source.rows_of(first, first + len(records)).astype(np.float64)
-        records["w"] = table.space.project(weights)[0]
+        store_numbers(records, "w", table.space.project(weights)[0])
         records["s"] = stamp_of(state.global_step)
         return records
 

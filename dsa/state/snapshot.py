@@ -19,7 +19,7 @@ import numpy as np
 from dsa.backends.overlay import lay_over
 from dsa.errors import StateClosedError
 from dsa.kernels.row_index import RowIndex
-from dsa.schema import Records, Rows, Schema
+from dsa.schema import Records, Rows, Schema, with_dtypes
 from dsa.state.content import StateContent, TableContent, recast
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table, fill_untouched
@@ -240,4 +240,5 @@ def _joined(table: Table, rows: Rows, records: Records) -> Records:
 
 def _with_weights(table: Table) -> Schema:
     """Return the schema of a table's records with the weights in front."""
-    return table.rule.schema(table.dim)
+    stored = {field.name: field.dtype for field in table.backend.schema.fields}
+    return with_dtypes(table.rule.schema(table.dim), stored)

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from dsa.backends.base import InPlace, StateBackend
 from dsa.backends.writer import WriteBehind
 from dsa.errors import CorruptRowError
-from dsa.kernels.layout import Words, word_layout
+from dsa.kernels.judging import FRESH, UNUSABLE, USABLE, copy_weights
+from dsa.kernels.layout import Words, record_layout
 from dsa.kernels.plausible import describe_fault, first_implausible
 from dsa.kernels.threads import run_slices
-from dsa.kernels.visiting import FRESH, UNUSABLE, USABLE, copy_weights
 from dsa.rules.init import Initializer
 from dsa.rules.manifolds import Manifold, manifold_of
 from dsa.rules.updates import AnyRule
-from dsa.schema import TORN, Records, Rows
+from dsa.schema import TORN, Records, Rows, is_bfloat16, read_numbers, store_numbers
 from dsa.state.content import TableContent
 from dsa.state.facts import TableFacts, describe_facts
 
@@ -121,6 +121,11 @@ class Table:
         return self.facts.k
 
     @property
+    def seed(self) -> int:
+        """What its random roundings depend on, see `TableFacts`."""
+        return self.facts.seed
+
+    @property
     def initializer(self) -> Initializer | None:
         """The rule for rows that were never written, see `TableFacts`."""
         return self.facts.initializer
@@ -188,8 +193,14 @@ def fill_untouched(table: Table, rows: Rows, records: Records) -> Records:
         return records
     untouched = np.flatnonzero(records["s"] == 0)
     if len(untouched):
-        table.initializer.fill(rows[untouched], records["w"], untouched)
-        if table.k > 0.0:
+        if is_bfloat16(records.dtype["w"]):
+            first, weights = records[untouched], np.empty((len(untouched), table.dim), np.float32)
+            table.initializer.fill(rows[untouched], weights)
+            store_numbers(first, "w", weights)
+            records[untouched] = first
+        else:
+            table.initializer.fill(rows[untouched], records["w"], untouched)
+        if table.k > 0.0:  # then the weights are float32
             limit = table.facts.init_max_norm_fraction / math.sqrt(table.k)
             records["w"][untouched] = clip_norms(records["w"][untouched], limit)
     return records
@@ -221,7 +232,7 @@ def read_weights(table: Table, rows: Rows) -> Weights:
 
 def _copy_weights(table: Table, mapped: InPlace, rows: Rows, weights: Weights) -> None:
     """Fill in the weights of `rows`, straight from where their records are."""
-    layout = word_layout(table.backend.schema.dtype, tuple(table.rule.non_negative))
+    layout = record_layout(table.backend.schema.dtype, tuple(table.rule.non_negative))
     fresh, unwritten = np.empty(len(rows), np.int64), unwritten_rows(table)
     table.rows_read += len(rows)
 
@@ -231,7 +242,7 @@ def _copy_weights(table: Table, mapped: InPlace, rows: Rows, weights: Weights) -
         )
         if left_out:
             positions = fresh[start : start + left_out]
-            weights[positions] = first_records(table, rows[positions])["w"]
+            weights[positions] = read_numbers(first_records(table, rows[positions]), "w")
         return bad
 
     bad = [each for each in mapped.visit(rows, copy) if each >= 0]
@@ -248,7 +259,7 @@ def _extract_weights(table: Table, rows: Rows, weights: Weights) -> None:
         position = first_implausible(records, table.rule.non_negative)
         if position >= 0:
             raise corrupt_row(table, rows[start:stop], records, position)
-        weights[start:stop] = records["w"]
+        weights[start:stop] = read_numbers(records, "w")
 
     run_slices(read, len(rows))
 

@@ -284,3 +284,15 @@ def read_spot_values() -> list[dict[str, Any]]:
     """Return the frozen cases, inputs and outputs."""
     cases: list[dict[str, Any]] = json.loads(SPOT_VALUES.read_text(encoding="utf-8"))
     return cases
+
+
+def oracle_philox(counter, key):
+    """Philox4x32-10 in Python's integers, written from section 3.3 of the paper."""
+    left_0, right_0, left_1, right_1 = counter
+    for turn in range(10):
+        round_key = [(key[0] + turn * 0x9E3779B9) % 2**32, (key[1] + turn * 0xBB67AE85) % 2**32]
+        high_0, low_0 = divmod(left_0 * 0xD2511F53, 2**32)
+        high_1, low_1 = divmod(left_1 * 0xCD9E8D57, 2**32)
+        left_0, right_0 = high_1 ^ right_0 ^ round_key[0], low_1
+        left_1, right_1 = high_0 ^ right_1 ^ round_key[1], low_0
+    return [left_0, right_0, left_1, right_1]

@@ -20,11 +20,12 @@ from sampling import used_records
 import dsa
 from dsa.kernels.adam import adam_pass, row_wise_adam_pass
 from dsa.kernels.constants import step_constants
-from dsa.kernels.layout import as_words, word_layout
+from dsa.kernels.judging import USABLE
+from dsa.kernels.layout import as_words, record_layout
 from dsa.kernels.poincare import ball_constants, ball_pass, row_wise_ball_pass
-from dsa.kernels.visiting import USABLE, Gradients, Visit, make_scratch
+from dsa.kernels.visiting import Gradients, Visit, make_scratch
 from dsa.rules.conventions import AdamOptions
-from dsa.schema import adam_schema
+from dsa.schema import adam_schema, copy_field, with_dtypes
 
 SCRIPT = """
 import sys
@@ -37,31 +38,33 @@ if sys.argv[1] == "without":
 
 from dsa.kernels import adam, poincare
 from dsa.kernels.constants import step_constants
-from dsa.kernels.layout import as_words, word_layout
-from dsa.kernels.visiting import USABLE, Gradients, Visit, make_scratch
+from dsa.kernels.judging import USABLE
+from dsa.kernels.layout import as_words, record_layout
+from dsa.kernels.visiting import Gradients, Visit, make_scratch
 from dsa.rules.conventions import AdamOptions
-from dsa.schema import adam_schema
+from dsa.schema import adam_schema, with_dtypes
 
-which = sys.argv[2]
+packed, which = sys.argv[2].startswith("packed"), sys.argv[2].split()[-1]
 row = which.startswith("row")
 update = getattr(poincare if "ball" in which else adam, which)
 options = AdamOptions(lr=0.1, second_moment="row" if row else "coordinate")
 constants = (
     poincare.ball_constants(options, 1.0, 2, None) if "ball" in which else step_constants(options, 2, None)
 )
-dtype = adam_schema(5, second_moment_per="row" if row else "element").dtype
+schema = adam_schema(5, second_moment_per="row" if row else "element")
+dtype = with_dtypes(schema, {"m": "bfloat16", "v": "bfloat16"} if packed else {}).dtype
 records = np.zeros(4, dtype)
 words, each = as_words(records)[0], np.arange(5)
 gradients = Gradients(np.ones((4, 5), np.float32), each[:-1], each)
 visit = Visit(
-    words, np.empty((0, 5), np.float32), word_layout(dtype, ("v",)), each[:-1], each[:-1], each[:-1],
+    words, np.empty((0, 5), np.float32), record_layout(dtype, ("v",)), each[:-1], each[:-1], each[:-1],
     np.zeros_like(words), False, np.full(4, -1), np.empty(4, np.int64), USABLE, np.empty(0, np.int32),
 )
-assert update(visit, gradients, constants, make_scratch(5), 0, 4) == (-1, 0)
-(code,) = update.inspect_llvm().values()
+assert update(visit, gradients, constants, make_scratch(5, visit.layout), 0, 4) == (-1, 0)
+(code,) = (update.packed if packed else update.words).inspect_llvm().values()
 print(code)
 """
-PASSES = ("adam_pass", "row_wise_adam_pass", "ball_pass", "row_wise_ball_pass")
+PASSES = ("adam_pass", "row_wise_adam_pass", "ball_pass", "row_wise_ball_pass", "packed adam_pass")
 
 
 def compiled_code(tmp_path, which, fences):
@@ -108,9 +111,9 @@ ROWS, DIM = 5, 7
 class Shared:
     """Records, their images and the rows that are noted, in memory of two processes."""
 
-    def __init__(self, second_moment):
+    def __init__(self, second_moment, dtypes):
         per = "row" if second_moment == "row" else "element"
-        self.dtype = adam_schema(DIM, second_moment_per=per).dtype
+        self.dtype = with_dtypes(adam_schema(DIM, second_moment_per=per), dtypes).dtype
         size = self.dtype.itemsize * ROWS
         self.memory = mmap.mmap(-1, 2 * size + 8 * ROWS)
         self.records = np.frombuffer(self.memory, self.dtype, ROWS)
@@ -127,7 +130,7 @@ class Shared:
         return Visit(
             table=as_words(self.records)[0],
             weights=np.empty((0, DIM), np.float32),
-            layout=word_layout(self.dtype, ("v",)),
+            layout=record_layout(self.dtype, ("v",)),
             places=each,
             rows=each + 70,
             positions=each,
@@ -156,27 +159,32 @@ def stepped(child, look):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are traced as Linux does it")
 @pytest.mark.parametrize(
-    ("update", "second_moment", "k"),
+    ("update", "second_moment", "k", "dtypes"),
     [
-        (adam_pass, "coordinate", 0.0),
-        (row_wise_adam_pass, "row", 0.0),
-        (ball_pass, "coordinate", 1.0),
-        (ball_pass, "frame", 1.0),
-        (row_wise_ball_pass, "row", 1.0),
+        (adam_pass, "coordinate", 0.0, {}),
+        (row_wise_adam_pass, "row", 0.0, {}),
+        (ball_pass, "coordinate", 1.0, {}),
+        (ball_pass, "frame", 1.0, {}),
+        (row_wise_ball_pass, "row", 1.0, {}),
+        (adam_pass, "coordinate", 0.0, {"w": "bfloat16", "m": "bfloat16", "v": "bfloat16"}),
     ],
-    ids=["elements", "rows", "ball", "ball by frames", "ball by rows"],
+    ids=["elements", "rows", "ball", "ball by frames", "ball by rows", "packed"],
 )
-def test_after_every_instruction_of_a_pass_it_can_be_undone(update, second_moment, k):
+def test_after_every_instruction_of_a_pass_it_can_be_undone(update, second_moment, k, dtypes):
     """A record that is not the old one is noted, and the image of what is noted is whole."""
     rng = np.random.default_rng(3)
-    old = used_records(rng, rng.uniform(-0.2, 0.2, (ROWS, DIM)), second_moment, 0.1)
+    used = used_records(rng, rng.uniform(-0.2, 0.2, (ROWS, DIM)), second_moment, 0.1)
+    shared = Shared(second_moment, dtypes)
+    old = np.zeros(ROWS, shared.dtype)
+    for name in shared.dtype.names:
+        copy_field(used, name, old)
     options = AdamOptions(lr=0.1, second_moment=second_moment)
     constants = ball_constants(options, k, 2, None) if k else step_constants(options, 2, None)
     each = np.arange(ROWS + 1)
     gradients = Gradients(rng.normal(size=(ROWS, DIM)).astype(np.float32), each[:-1], each)
-    shared, scratch = Shared(second_moment), make_scratch(DIM)
     shared.reset(old)
     visit = shared.visit()
+    scratch = make_scratch(DIM, visit.layout)
     assert update(visit, gradients, constants, scratch, 0, ROWS) == (-1, 0)  # compiled from here on
     new = shared.records.copy()
     shared.reset(old)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dsa.kernels import random
 from dsa.kernels.random import MAX_NORMAL, fill_normal, fill_uniform, philox4x32, standard_normal
 from dsa.schema import adam_schema
+from tests.kernels.oracles import oracle_philox
 
 FILLS = [fill_normal, fill_uniform]
 KEYS = [0, 1, 39_999_999, 2**32 - 1, 2**32, 2**32 + 5, 2**63 - 1, -1, -(2**63)]
@@ -55,18 +56,6 @@ FROZEN_TABLES = {
     fill_normal: "996aff16319176ad909ccd662cdcbecedc19f62c084c483f57131b1310ece064",
     fill_uniform: "5455e7f8c73d52873ad6d2355f3c098c0fb98f9340d06b6084510dd8f1b8a9a2",
 }
-
-
-def oracle_philox(counter, key):
-    """Philox4x32-10 in Python's integers, written from section 3.3 of the paper."""
-    left_0, right_0, left_1, right_1 = counter
-    for turn in range(10):
-        round_key = [(key[0] + turn * 0x9E3779B9) % 2**32, (key[1] + turn * 0xBB67AE85) % 2**32]
-        high_0, low_0 = divmod(left_0 * 0xD2511F53, 2**32)
-        high_1, low_1 = divmod(left_1 * 0xCD9E8D57, 2**32)
-        left_0, right_0 = high_1 ^ right_0 ^ round_key[0], low_1
-        left_1, right_1 = high_0 ^ right_1 ^ round_key[1], low_0
-    return [left_0, right_0, left_1, right_1]
 
 
 def oracle_probabilities(key, seed, dim):
