@@ -16,7 +16,7 @@ import numpy as np
 
 from dsa.kernels.compiled import inlined
 from dsa.kernels.layout import Floats
-from dsa.kernels.visiting import Scratch, Visit, pass_of
+from dsa.kernels.visiting import Scratch, Visit, pass_of, weights_of
 
 __all__ = ["AdagradConstants", "adagrad_pass", "row_wise_adagrad_pass"]
 
@@ -47,13 +47,8 @@ def _update(visit: Visit, constants: AdagradConstants, scratch: Scratch, p: int,
     dim = g.shape[0]
     old, new = visit.images[slot].view(np.float32), visit.table[visit.places[p]].view(np.float32)
     old_h, h = old[layout.v : layout.v + dim], new[layout.v : layout.v + dim]
-    # Two calls, see `dsa.kernels.adam`.
-    if layout.w >= 0:
-        old_w, w = old[layout.w : layout.w + dim], new[layout.w : layout.w + dim]
-        _descend(g, old_w, old_h, w, h, constants)
-    else:
-        w = visit.weights[p]
-        _descend(g, w, old_h, w, h, constants)
+    old_w, w = weights_of(visit, scratch, p, slot)
+    _descend(g, old_w, old_h, w, h, constants)
 
 
 @inlined
@@ -72,15 +67,10 @@ def _descend(
 
 @inlined
 def _update_row_wise(visit: Visit, constants: AdagradConstants, scratch: Scratch, p: int, slot: int) -> None:
-    layout, g = visit.layout, scratch.gradient
-    dim = g.shape[0]
+    h = visit.layout.v
     old, new = visit.images[slot].view(np.float32), visit.table[visit.places[p]].view(np.float32)
-    if layout.w >= 0:
-        old_w, w = old[layout.w : layout.w + dim], new[layout.w : layout.w + dim]
-        new[layout.v] = _descend_row_wise(g, old_w, old[layout.v], w, constants)
-    else:
-        w = visit.weights[p]
-        new[layout.v] = _descend_row_wise(g, w, old[layout.v], w, constants)
+    old_w, w = weights_of(visit, scratch, p, slot)
+    new[h] = _descend_row_wise(scratch.gradient, old_w, old[h], w, constants)
 
 
 @inlined

@@ -13,7 +13,7 @@ import numpy as np
 
 from dsa.kernels.compiled import inlined
 from dsa.kernels.layout import Floats
-from dsa.kernels.visiting import Scratch, Visit, pass_of
+from dsa.kernels.visiting import Scratch, Visit, pass_of, weights_of
 
 __all__ = ["LionConstants", "lion_pass"]
 
@@ -44,13 +44,8 @@ def _update(visit: Visit, constants: LionConstants, scratch: Scratch, p: int, sl
     dim = g.shape[0]
     old, new = visit.images[slot].view(np.float32), visit.table[visit.places[p]].view(np.float32)
     old_m, m = old[layout.m : layout.m + dim], new[layout.m : layout.m + dim]
-    # Two calls, see `dsa.kernels.adam`.
-    if layout.w >= 0:
-        old_w, w = old[layout.w : layout.w + dim], new[layout.w : layout.w + dim]
-        _descend(g, old_w, old_m, w, m, constants)
-    else:
-        w = visit.weights[p]
-        _descend(g, w, old_m, w, m, constants)
+    old_w, w = weights_of(visit, scratch, p, slot)
+    _descend(g, old_w, old_m, w, m, constants)
 
 
 @inlined

@@ -45,6 +45,7 @@ __all__ = [
     "pass_of",
     "sum_gradients",
     "visit_records",
+    "weights_of",
 ]
 
 _ZERO: Final = np.int32(0)  # typed, or the loop is widened to 64 bits, eight times slower
@@ -106,6 +107,7 @@ class Scratch(NamedTuple):
 
     Args:
         gradient: ``(D,)`` float32: the gradient of the row visited.
+        weights: ``(D,)`` float32: its weights as they were, of records that have none.
         vectors: ``(4, D)`` float64, for the arithmetic of a row.
         told: ``(3,)`` float64: what a rule tells of the rows it has updated, see `StepReport`.
         wide: ``(2, 1, W)`` words: of a packed record the old and the new one with a word for each number.
@@ -114,6 +116,7 @@ class Scratch(NamedTuple):
     """
 
     gradient: Floats
+    weights: Floats
     vectors: NDArray[np.float64]
     told: NDArray[np.float64]
     wide: Words
@@ -164,12 +167,13 @@ def make_scratch(dim: int, layout: WordLayout | PackedLayout) -> Scratch:
     """Return memory for passes over rows of `dim` elements, for one thread."""
     wide, halves = wide_words(layout)
     return Scratch(
-        np.empty(dim, np.float32),
-        np.empty((4, dim)),
-        np.zeros(3),
-        np.zeros((2, 1, wide), np.int32),
-        np.empty(-(-halves // 4) * 4, np.int32),
-        np.zeros(1, np.int64),
+        gradient=np.empty(dim, np.float32),
+        weights=np.empty(dim, np.float32),
+        vectors=np.empty((4, dim)),
+        told=np.zeros(3),
+        wide=np.zeros((2, 1, wide), np.int32),
+        dither=np.empty(-(-halves // 4) * 4, np.int32),
+        zero=np.zeros(1, np.int64),
     )
 
 
@@ -305,6 +309,22 @@ def _sum_gradients(gradients: Gradients, p: int, total: Floats) -> None:
         following = gradients.values[gradients.order[n]]
         for j in range(total.shape[0]):
             total[j] += following[j]
+
+
+@inlined
+def weights_of(visit: Visit, scratch: Scratch, p: int, slot: int) -> tuple[Floats, Floats]:
+    """Return the weights of a row as they were and the memory of the new ones, wherever they are.
+
+    The two are never one array: an update's loop is vectorised where they don't overlap.
+    """
+    w, dim = visit.layout.w, visit.layout.dim
+    if w >= 0:
+        old, new = visit.images[slot].view(np.float32), visit.table[visit.places[p]].view(np.float32)
+        return old[w : w + dim], new[w : w + dim]
+    kept, weights = scratch.weights, visit.weights[p]
+    for j in range(kept.shape[0]):
+        kept[j] = weights[j]
+    return kept, weights
 
 
 @inlined
