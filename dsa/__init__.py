@@ -14,7 +14,9 @@ if _typing.TYPE_CHECKING:
     from dsa.inspection.comparison import diff
     from dsa.inspection.repairs import repair
     from dsa.inspection.verification import verify
+    from dsa.modules.conversion import convert_
     from dsa.modules.embedding import DiskEmbedding, DiskEmbeddingBag
+    from dsa.modules.materialization import materialize_
     from dsa.optimizers.combined import CombinedOptimizer
     from dsa.optimizers.gradients import clip_grad_norm_, split_parameters
     from dsa.optimizers.prefetch import lookahead
@@ -36,6 +38,7 @@ __all__ = [
     "backends",
     "clip_grad_norm_",
     "conventions",
+    "convert_",
     "copy_checkpoint",
     "diff",
     "errors",
@@ -46,6 +49,7 @@ __all__ = [
     "import_checkpoint",
     "init",
     "lookahead",
+    "materialize_",
     "migrate",
     "open_checkpoint",
     "open_state",
@@ -67,6 +71,7 @@ _HOMES = {
     "DiskSparseOptimizer": ("dsa.optimizers.sparse_optimizer", "DiskSparseOptimizer"),
     "DiskSparseRiemannianAdam": ("dsa.optimizers.sparse_riemannian_adam", "DiskSparseRiemannianAdam"),
     "clip_grad_norm_": ("dsa.optimizers.gradients", "clip_grad_norm_"),
+    "convert_": ("dsa.modules.conversion", "convert_"),
     "copy_checkpoint": ("dsa.checkpoint", "copy_checkpoint"),
     "diff": ("dsa.inspection.comparison", "diff"),
     "estimate": ("dsa.state.estimation", "estimate"),
@@ -75,6 +80,7 @@ _HOMES = {
     "flatten_checkpoint": ("dsa.checkpoint", "flatten_checkpoint"),
     "import_checkpoint": ("dsa.checkpoint.transfer", "restore"),
     "lookahead": ("dsa.optimizers.prefetch", "lookahead"),
+    "materialize_": ("dsa.modules.materialization", "materialize_"),
     "migrate": ("dsa.checkpoint.transfer", "migrate"),
     "open_checkpoint": ("dsa.checkpoint", "open_checkpoint"),
     "open_state": ("dsa.inspection", "open_state"),

@@ -6,11 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any, Final, Self
 
-import numpy as np
 import torch
 
 from dsa.errors import StateMismatchError
-from dsa.modules.setting import set_rows
+from dsa.modules.setting import set_rows, zero_padding
 from dsa.modules.tensor_reference import from_tensor, to_tensor
 from dsa.optimizers import portable
 from dsa.optimizers.arguments import as_fraction
@@ -23,7 +22,6 @@ from dsa.rules.init import FromArray, Initializer, MatrixLike, Normal, Uniform, 
 from dsa.rules.known import RULES
 from dsa.rules.manifolds import manifold_of
 from dsa.rules.updates import AnyRule
-from dsa.state.maintenance import write_weights
 from dsa.state.replacement import replace_weights
 from dsa.state.sharing import join_tables
 from dsa.state.state_directory import StateDirectory
@@ -44,6 +42,9 @@ class DiskModule(torch.nn.Module):
     """What the two modules share: the table, its parameter, moving, saving, closing. Abstract."""
 
     weight: DiskParameter
+    # What libraries ask torch's modules.
+    sparse: Final = True
+    scale_grad_by_freq: Final = False
 
     def __init__(
         self,
@@ -65,7 +66,41 @@ class DiskModule(torch.nn.Module):
                 f"init gives {spec.source.rows} x {spec.source.dim} but the module is {num_embeddings} x "
                 f"{embedding_dim}: make them equal"
             )
-        if max_norm is not None and (k := spec.facts.k) > 0.0:
+        self._set_options(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, spec.facts.k)
+        usable_seed(device, dtype)  # before a file is made
+        state, (table,) = join_tables(state_dir, [spec], self, resume, storage)
+        self.weight = DiskParameter(state, table, device, dtype)
+        zero_padding(self.weight, self.padding_idx)
+
+    @classmethod
+    def _over(
+        cls,
+        weight: DiskParameter,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        **others: Any,  # noqa: ANN401 - those of bags
+    ) -> Self:
+        """Make a module over a table that is open."""
+        module = cls.__new__(cls)
+        torch.nn.Module.__init__(module)
+        rows, dim, k = len(weight.table), weight.table.dim, weight.table.k
+        module._set_options(rows, dim, padding_idx, max_norm, norm_type, k)
+        module.weight = weight
+        for name, value in others.items():
+            setattr(module, name, value)
+        return module
+
+    def _set_options(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        k: float,
+    ) -> None:
+        if max_norm is not None and k > 0.0:
             raise ValueError(
                 f"max_norm={max_norm!r} is a Euclidean norm and means nothing on a ball (k={k!r}): leave "
                 "it out"
@@ -79,10 +114,6 @@ class DiskModule(torch.nn.Module):
         self.padding_idx = _padding(padding_idx, num_embeddings)
         self.max_norm = max_norm
         self.norm_type = norm_type
-        usable_seed(device, dtype)  # before a file is made
-        state, (table,) = join_tables(state_dir, [spec], self, resume, storage)
-        self.weight = DiskParameter(state, table, device, dtype)
-        self._zero_padding()
 
     @property
     def k(self) -> float:
@@ -169,16 +200,6 @@ class DiskModule(torch.nn.Module):
             [*parts, f"table={self.weight.table.name!r}", f"state_dir={str(self.weight.state.path)!r}"]
         )
 
-    def _zero_padding(self) -> None:
-        """Zero the padding row of a fresh table, as `torch.nn.Embedding` does."""
-        table, state = self.weight.table, self.weight.state
-        if self.padding_idx is None or table.initializer is None:
-            return
-        row = np.array([self.padding_idx])
-        with state.use():
-            if table.backend.read(row)["s"][0] == 0:
-                write_weights(state, table, row, np.zeros((1, self.embedding_dim), np.float32))
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.weight.move(fn)
         return self
@@ -247,5 +268,5 @@ def table_spec_of(
 
 
 def _default_init(rows: int, dim: int, k: float) -> Initializer:
-    seed = int(torch.randint(2**62, ()).item())
+    seed = int(torch.randint(2**62, (), device="cpu").item())
     return Uniform(rows, dim, -1e-3, 1e-3, seed) if k > 0.0 else Normal(rows, dim, seed=seed)

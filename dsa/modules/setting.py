@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.tensors import to_array
 from dsa.rules.from_array import FromArray
 from dsa.state.coalesce import as_rows
@@ -12,7 +13,7 @@ from dsa.state.maintenance import write_weights
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table
 
-__all__ = ["set_rows"]
+__all__ = ["set_rows", "zero_padding"]
 
 
 def set_rows(state: StateDirectory, table: Table, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -55,3 +56,14 @@ def set_rows(state: StateDirectory, table: Table, ids: torch.Tensor, weights: to
     with state.use():
         state.settle()
         write_weights(state, table, rows, values)
+
+
+def zero_padding(weight: DiskParameter, padding_idx: int | None) -> None:
+    """Zero the padding row of a fresh table that a rule fills, as `torch.nn.Embedding` does."""
+    table, state = weight.table, weight.state
+    if padding_idx is None or table.initializer is None:
+        return
+    row = np.array([padding_idx])
+    with state.use():
+        if table.backend.read(row)["s"][0] == 0:
+            write_weights(state, table, row, np.zeros((1, table.dim), np.float32))
