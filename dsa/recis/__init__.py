@@ -7,13 +7,23 @@ What differs is listed in the guide, "From RecIS".
 
 from dsa.recis.adamw_tf import AdamWTF
 from dsa.recis.gradients import clip_grad_by_global_norm_, filter_out_sparse_param
+from dsa.recis.sparse_adagrad import (
+    SparseAdagrad,
+    SparseAdagradSum,
+    SparseRowWiseAdagrad,
+    SparseRowWiseAdagradSum,
+)
 from dsa.recis.sparse_adam import SparseAdam, SparseAdamW, SparseAdamWTF
 
 __all__ = [
     "AdamWTF",
+    "SparseAdagrad",
+    "SparseAdagradSum",
     "SparseAdam",
     "SparseAdamW",
     "SparseAdamWTF",
+    "SparseRowWiseAdagrad",
+    "SparseRowWiseAdagradSum",
     "clip_grad_by_global_norm_",
     "filter_out_sparse_param",
 ]

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self, overload
 
 import torch
 
+from dsa.optimizers.sparse_adagrad import DiskSparseAdagrad
 from dsa.optimizers.sparse_adam import DiskSparseAdam
 
 __all__ = ["Accumulating"]
@@ -23,6 +24,7 @@ class Accumulating(torch.optim.Optimizer):
 
     Args:
         optimizer: The optimizer that updates. Its groups are shared with this one, so that schedulers work.
+        several: Whether several micro-batches may make one update.
 
     Example:
         >>> import tempfile
@@ -39,14 +41,15 @@ class Accumulating(torch.optim.Optimizer):
         >>> optimizer.close()
     """
 
-    def __init__(self, optimizer: DiskSparseAdam) -> None:
+    def __init__(self, optimizer: DiskSparseAdam | DiskSparseAdagrad, *, several: bool = True) -> None:
         self._disk = optimizer
+        self._several = several
         self._calls = 0
         self._accum_steps = 1
         super().__init__(optimizer.param_groups, optimizer.defaults)
 
     @property
-    def disk(self) -> DiskSparseAdam:
+    def disk(self) -> DiskSparseAdam | DiskSparseAdagrad:
         """The optimizer that updates, which has checkpoints, counts and announcements of rows."""
         return self._disk
 
@@ -72,6 +75,11 @@ class Accumulating(torch.optim.Optimizer):
             count = 0
         if count < 1:
             raise ValueError(f"steps={steps!r} can't be counted up to: pass an integer >= 1")
+        if count > 1 and not self._several:
+            raise ValueError(
+                f"steps={steps!r} would need the squares of each micro-batch, and autograd keeps their "
+                f"sum alone: use the optimizer whose name has no Sum instead of {type(self).__name__}"
+            )
         self._accum_steps = count
 
     @overload
@@ -113,14 +121,14 @@ class Accumulating(torch.optim.Optimizer):
             self._disk.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `DiskSparseAdam.state_dict` does.
+        """Return what the `state_dict` of `disk` does.
 
         Gradients are no part of it: save between batches.
         """
         return self._disk.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do what `DiskSparseAdam.load_state_dict` does.
+        """Do what the `load_state_dict` of `disk` does.
 
         Raises:
             StateMismatchError: the dict belongs to another state, or to another step of this one.

@@ -3,27 +3,66 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Final, final
-
-import torch
+from typing import ClassVar, Final, final
 
 from dsa.errors import TrainingWarning, notify
 from dsa.optimizers.options import as_number
 from dsa.optimizers.sparse_adam import DiskSparseAdam
 from dsa.recis.accumulation import Accumulating
-from dsa.recis.gradients import weight_of
+from dsa.recis.tables import Tables, named_weights, refuse
 from dsa.rules.conventions import RECIS_SPARSE_ADAM, RECIS_SPARSE_ADAMW, RECIS_SPARSE_ADAMW_TF, Convention
 
 __all__ = ["SparseAdam", "SparseAdamW", "SparseAdamWTF"]
 
 _DECAY: Final = 1e-2
 
-Tables = Mapping[str, torch.nn.Module | torch.Tensor]
+
+class _SparseAdam(Accumulating):
+    """What the three share; each has a dialect."""
+
+    _convention: ClassVar[Convention]
+
+    def __init__(
+        self,
+        param_dict: Tables,
+        lr: float = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = _DECAY,
+        amsgrad: bool = False,
+        *,
+        state_dir: str | os.PathLike[str] | None = None,
+        resume: bool | None = None,
+    ) -> None:
+        refuse("amsgrad", amsgrad)
+        decay = as_number("weight_decay", weight_decay)
+        if not 0.0 <= decay < float("inf"):
+            raise ValueError(f"weight_decay={weight_decay!r} is out of range: pass a finite number >= 0")
+        if self._convention.weight_decay_mode == "none":
+            if decay not in (0.0, _DECAY):
+                notify(
+                    f"weight_decay={weight_decay!r} has no effect in SparseAdam, as in RecIS: use "
+                    "SparseAdamW",
+                    TrainingWarning,
+                )
+            decay = 0.0
+        super().__init__(
+            DiskSparseAdam(
+                named_weights(param_dict),
+                lr,
+                (beta1, beta2),
+                eps,
+                decay,
+                state_dir=state_dir,
+                resume=resume,
+                convention=self._convention,
+            )
+        )
 
 
 @final
-class SparseAdam(Accumulating):
+class SparseAdam(_SparseAdam):
     """RecIS's ``SparseAdam``: by its mathematics torch's, and without decay.
 
     Args:
@@ -54,31 +93,11 @@ class SparseAdam(Accumulating):
         1
     """
 
-    def __init__(
-        self,
-        param_dict: Tables,
-        lr: float = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = _DECAY,
-        amsgrad: bool = False,
-        *,
-        state_dir: str | os.PathLike[str] | None = None,
-        resume: bool | None = None,
-    ) -> None:
-        _refuse("amsgrad", amsgrad)
-        if _decay(weight_decay) not in (0.0, _DECAY):
-            notify(
-                f"weight_decay={weight_decay!r} has no effect in SparseAdam, as in RecIS: use SparseAdamW",
-                TrainingWarning,
-            )
-        numbers = (lr, (beta1, beta2), eps, 0.0)
-        super().__init__(_made(param_dict, numbers, RECIS_SPARSE_ADAM, state_dir, resume))
+    _convention = RECIS_SPARSE_ADAM
 
 
 @final
-class SparseAdamW(Accumulating):
+class SparseAdamW(_SparseAdam):
     """RecIS's ``SparseAdamW``: rows of the batch decay by ``lr * weight_decay``.
 
     Args:
@@ -97,26 +116,11 @@ class SparseAdamW(Accumulating):
         StateError: the directory can't be used; see `dsa.errors`.
     """
 
-    def __init__(
-        self,
-        param_dict: Tables,
-        lr: float = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = _DECAY,
-        amsgrad: bool = False,
-        *,
-        state_dir: str | os.PathLike[str] | None = None,
-        resume: bool | None = None,
-    ) -> None:
-        _refuse("amsgrad", amsgrad)
-        numbers = (lr, (beta1, beta2), eps, _decay(weight_decay))
-        super().__init__(_made(param_dict, numbers, RECIS_SPARSE_ADAMW, state_dir, resume))
+    _convention = RECIS_SPARSE_ADAMW
 
 
 @final
-class SparseAdamWTF(Accumulating):
+class SparseAdamWTF(_SparseAdam):
     """RecIS's ``SparseAdamWTF``: rows of the batch decay by ``weight_decay``, whatever the learning rate.
 
     With the default a row loses a hundredth in each of its updates: a schedule of the learning rate does not
@@ -138,6 +142,8 @@ class SparseAdamWTF(Accumulating):
         StateError: the directory can't be used; see `dsa.errors`.
     """
 
+    _convention = RECIS_SPARSE_ADAMW_TF
+
     def __init__(
         self,
         param_dict: Tables,
@@ -151,34 +157,5 @@ class SparseAdamWTF(Accumulating):
         state_dir: str | os.PathLike[str] | None = None,
         resume: bool | None = None,
     ) -> None:
-        _refuse("use_nesterov", use_nesterov)
-        numbers = (lr, (beta1, beta2), eps, _decay(weight_decay))
-        super().__init__(_made(param_dict, numbers, RECIS_SPARSE_ADAMW_TF, state_dir, resume))
-
-
-def _made(
-    param_dict: Tables,
-    numbers: tuple[float, tuple[float, float], float, float],
-    convention: Convention,
-    state_dir: str | os.PathLike[str] | None,
-    resume: bool | None,
-) -> DiskSparseAdam:
-    if not isinstance(param_dict, Mapping):
-        raise TypeError(
-            f"param_dict is a {type(param_dict).__name__}: pass a dict of names and tables, such as "
-            "filter_out_sparse_param(model)"
-        )
-    named = [(name, weight_of(name, table)) for name, table in param_dict.items()]
-    return DiskSparseAdam(named, *numbers, state_dir=state_dir, resume=resume, convention=convention)
-
-
-def _decay(value: float) -> float:
-    decay = as_number("weight_decay", value)
-    if not 0.0 <= decay < float("inf"):
-        raise ValueError(f"weight_decay={value!r} is out of range: pass a finite number >= 0")
-    return decay
-
-
-def _refuse(name: str, value: bool) -> None:
-    if value:
-        raise ValueError(f"{name}={value!r} is not computed, as in RecIS: leave it out")
+        refuse("use_nesterov", use_nesterov)
+        super().__init__(param_dict, lr, beta1, beta2, eps, weight_decay, state_dir=state_dir, resume=resume)
