@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from dsa.kernels.compiled import inlined
 
-__all__ = ["fence"]
+__all__ = ["fence", "thread_fence"]
 
 
 @inlined
@@ -23,10 +23,29 @@ def fence() -> None:
     _fence()  # type: ignore[call-arg]  # numba passes the first one
 
 
+@inlined
+def thread_fence() -> None:
+    """Let loads and stores before this point be seen by other processors before those behind it.
+
+    Costs no instruction on processors that keep that order anyway, as x86 does; it orders what a killed
+    process leaves behind, too.
+    """
+    _thread_fence()  # type: ignore[call-arg]
+
+
 @intrinsic
 def _fence(typing_context: Any) -> Any:  # noqa: ANN401 - numba's types
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
         builder.fence("seq_cst", targetscope="singlethread")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _thread_fence(typing_context: Any) -> Any:  # noqa: ANN401 - numba's types
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+        builder.fence("acq_rel")
         return context.get_dummy_value()
 
     return types.void(), generate
