@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.backends import system
-from dsa.backends.id_map_file import REPLACED, IdMapFile, retire
+from dsa.backends.id_map_file import REPLACED, IdMapFile, retire, segments_of
 from dsa.errors import RowTypeError, StateClosedError, StateCorruptError, StateFailedError, StateLockedError
 from dsa.kernels.id_map import (
     COUNT,
@@ -42,8 +42,8 @@ __all__ = ["IdMap", "Ids"]
 Ids = NDArray[np.int64]
 
 _WIDTH: Final = 4096
-_BUSIEST: Final = 64
-"""Entries of the directory for a segment, at most; the hash of ids that ask for more is not random."""
+_BUSIEST: Final = 128
+"""Entries of the directory for as many ids as a segment has slots, at most: random hashes ask for some 4."""
 _SEEDS: Final = 8
 _PAUSES: Final = (0.0, 0.0, 0.001, 0.004, 0.016, 0.064, 0.256)
 """Seconds that a reader waits for an id that is being moved."""
@@ -257,7 +257,7 @@ class IdMap:
     def items(self) -> Iterator[tuple[Ids, Rows]]:
         """Yield all ids and their rows in blocks, in no order that means anything; not beside a writer."""
         table = self._open_file().table
-        segments = np.unique(table.directory).astype(np.int64)
+        segments = segments_of(table.directory)
         slots = table.slots.reshape(-1, table.width, 2)
         size = max(1, _BLOCK_SLOTS // table.width)
         for start in range(0, len(segments), size):
@@ -361,7 +361,7 @@ class IdMap:
         file = self._file
         file.make_room(2)
         while not split_segment(file.table, key):
-            if 2 * len(file.table.directory) > _BUSIEST * (file.segments + 16):
+            if 2 * len(file.table.directory) > _BUSIEST * (len(self) // file.table.width + 8):
                 self._reseed()
                 return 1
             file.double_directory()

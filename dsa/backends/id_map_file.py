@@ -42,7 +42,7 @@ from dsa.kernels.id_map import (
     renew_segment,
 )
 
-__all__ = ["REPLACED", "IdMapFile", "retire"]
+__all__ = ["REPLACED", "IdMapFile", "retire", "segments_of"]
 
 _MAGIC: Final = b"dsa-id-map-1\n\0\0\0"
 _WORDS: Final = system.PAGE // 8
@@ -291,9 +291,17 @@ class IdMapFile:
         if noted in self.table.directory:
             self.make_room(1)
             renew_segment(self.table, noted)
-        last = (np.unique(self.table.directory).astype(np.int64) + 1) * self.table.width - 1
+        last = (segments_of(self.table.directory) + 1) * self.table.width - 1
         self.table.header[COUNT] = self.table.slots[last, 0].sum()
-        self.table.header[SEQUENCE] += self.table.header[SEQUENCE] % 2
+        sequence = int(self.table.header[SEQUENCE])
+        self.table.header[SEQUENCE] = (sequence + sequence % 2) % 2**62
+
+
+def segments_of(directory: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Return the segments that a directory names, each once: the entries of one lie together."""
+    first = np.ones(len(directory), np.bool_)
+    np.not_equal(directory[1:], directory[:-1], out=first[1:])
+    return directory[first].astype(np.int64)
 
 
 def retire(path: Path) -> None:
