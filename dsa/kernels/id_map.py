@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import compiled, inlined
 from dsa.kernels.fence import thread_fence
 from dsa.kernels.prefetching import AHEAD, prefetch_word
 
@@ -93,7 +93,7 @@ class IdTable(NamedTuple):
     placed: int
 
 
-@compiled(_nrt=False)
+@inlined
 def _hash(key: int, seed: np.uint64) -> np.uint64:
     z = np.uint64(key) ^ seed
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -101,13 +101,13 @@ def _hash(key: int, seed: np.uint64) -> np.uint64:
     return z ^ (z >> np.uint64(31))
 
 
-@compiled(_nrt=False)
+@inlined
 def most_ids(width: int) -> int:
     """Return how many ids a segment holds at most: four fifths of its slots, so that probes stay short."""
     return (width * 4) // 5
 
 
-@compiled(_nrt=False)
+@inlined
 def _depth(table: IdTable) -> int:
     depth = 0
     while (1 << depth) < table.directory.shape[0]:
@@ -115,30 +115,30 @@ def _depth(table: IdTable) -> int:
     return depth
 
 
-@compiled(_nrt=False)
+@inlined
 def _index(hashed: np.uint64, depth: int) -> int:
     return int(np.int64((hashed >> _ONE) >> np.uint64(63 - depth)))
 
 
-@compiled(_nrt=False)
+@inlined
 def _base(table: IdTable, hashed: np.uint64, depth: int) -> int:
     """Return the first slot of the segment of a hash, or -1 where the memory does not reach it."""
     base = np.int64(table.directory[_index(hashed, depth)]) * table.width
     return int(base) if base + table.width <= table.slots.shape[0] else _UNKNOWN
 
 
-@compiled(_nrt=False)
+@inlined
 def _home(hashed: np.uint64, width: int) -> int:
     # A product instead of a remainder: Lemire 2019, Fast random integer generation in an interval.
     return int(np.int64(((hashed & _LOW) * np.uint64(width - 1)) >> np.uint64(32)))
 
 
-@compiled(_nrt=False)
+@inlined
 def _next(place: int, width: int) -> int:
     return place + 1 if place + 2 < width else 0
 
 
-@compiled(_nrt=False)
+@inlined
 def _find_slot(table: IdTable, base: int, key: int, hashed: np.uint64) -> tuple[int, bool]:
     """Return the slot of an id, or the one where it would be put, or -1; and whether the id is there."""
     slots, width = table.slots, table.width
@@ -154,7 +154,7 @@ def _find_slot(table: IdTable, base: int, key: int, hashed: np.uint64) -> tuple[
     return -1, False
 
 
-@compiled(_nrt=False)
+@inlined
 def _ask_ahead(table: IdTable, key: int, depth: int) -> None:
     hashed = _hash(key, table.seed)
     slot = np.int64(table.directory[_index(hashed, depth)]) * table.width + _home(hashed, table.width)
@@ -185,7 +185,7 @@ def find_rows(table: IdTable, ids: Words64, rows: Words64, start: int) -> int:
     return len(ids)
 
 
-@compiled(_nrt=False)
+@inlined
 def _settled(table: IdTable, key: int, depth: int) -> int:
     header, hashed = table.header, _hash(key, table.seed)
     for _ in range(_TRIES):
@@ -284,7 +284,7 @@ def restore_rows(table: IdTable, ids: Words64, before: Words64, done: Words64) -
             _take_out(table, base, slot - base)
 
 
-@compiled(_nrt=False)
+@inlined
 def _take_out(table: IdTable, base: int, hole: int) -> None:
     """Empty a slot, and move those behind it back that would not be found otherwise."""
     header, slots, width = table.header, table.slots, table.width
@@ -381,7 +381,7 @@ def renew_segment(table: IdTable, segment: int) -> None:
     header[SPARE] = segment + 1
 
 
-@compiled(_nrt=False)
+@inlined
 def _take_segment(header: Words64) -> int:
     # A kill loses a segment at most: none is handed out twice.
     taken = header[SPARE] - 1
@@ -394,14 +394,14 @@ def _take_segment(header: Words64) -> int:
     return int(taken)
 
 
-@compiled(_nrt=False)
+@inlined
 def _clear(table: IdTable, segment: int) -> None:
     for slot in range(segment * table.width, (segment + 1) * table.width):
         table.slots[slot, 0] = 0
         table.slots[slot, 1] = 0
 
 
-@compiled(_nrt=False)
+@inlined
 def _append(table: IdTable, segment: int, source: int, hashed: np.uint64) -> None:
     """Copy a slot into another segment, which has room, unless its id is there."""
     slots, base = table.slots, segment * table.width
