@@ -9,12 +9,12 @@ from typing import Any, Final, Self
 import torch
 
 from dsa.errors import StateMismatchError
-from dsa.modules.setting import set_rows, zero_padding
+from dsa.modules.setting import as_padding, set_rows, zero_padding
 from dsa.modules.tensor_reference import from_tensor, to_tensor
 from dsa.optimizers import portable
 from dsa.optimizers.arguments import as_fraction
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
-from dsa.optimizers.options import as_index, as_number
+from dsa.optimizers.options import as_number
 from dsa.optimizers.reference import follow_reference, reference_to
 from dsa.rules.adagrad import ROW_WISE_ADAGRAD
 from dsa.rules.adam import ROW_WISE_ADAM
@@ -111,7 +111,7 @@ class DiskModule(torch.nn.Module):
             raise ValueError(f"norm_type={norm_type!r} is the p of no norm: pass a number > 0")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = _padding(padding_idx, num_embeddings)
+        self.padding_idx = as_padding(padding_idx, num_embeddings)
         self.max_norm = max_norm
         self.norm_type = norm_type
 
@@ -239,14 +239,6 @@ class DiskModule(torch.nn.Module):
         state = self.weight.state
         with state.use():
             replace_weights(state, self.weight.table, FromArray(weights))
-
-
-def _padding(padding_idx: int | None, rows: int) -> int | None:
-    if padding_idx is None:
-        return None
-    if not -rows <= (index := as_index("padding_idx", padding_idx)) < rows:
-        raise ValueError(f"padding_idx={padding_idx!r} is outside the table of {rows} rows: pass a row of it")
-    return index % rows
 
 
 def table_spec_of(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch.nn import functional
 
 from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
+from dsa.modules.bags import Mode, reduced, require_mode
 from dsa.modules.disk_module import DiskModule, Source, table_spec_of
 from dsa.modules.graph_break import outside_graphs
-from dsa.modules.midpoint import gyromidpoints
 from dsa.modules.pretrained import pretrained_options, pretrained_source
+from dsa.modules.read_only import ReadOnlyEmbedding, ReadOnlyEmbeddingBag
 from dsa.optimizers.arguments import DEFAULT_BACKEND, storage_choice
 from dsa.optimizers.lookup import look_up
-from dsa.optimizers.weight_access import bag_rows
 from dsa.rules.init import MatrixLike
 from dsa.state.storage import Durability
 
@@ -137,6 +137,34 @@ class DiskEmbedding(DiskModule):
         module.weight.requires_grad_(not freeze)
         return module
 
+    @staticmethod
+    def open(
+        path: str | os.PathLike[str],
+        name: str = "embedding",
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: Layout | None = None,
+    ) -> ReadOnlyEmbedding:
+        """Return a module that reads a table's rows and writes nothing: for evaluation, serving and workers.
+
+        Args:
+            path: The state directory, which another process may be training in.
+            name: The table's name.
+            max_norm: Rows with a larger norm are handed out scaled down to it.
+            norm_type: The p of that norm.
+            device: Where rows are handed out.
+            dtype: Of the rows.
+            backend: See `dsa.open_state`.
+
+        Raises:
+            KeyError: there is no table of that name.
+            StateError: the directory can't be read; see `dsa.open_state`.
+        """
+        return ReadOnlyEmbedding(path, name, max_norm, norm_type, device, dtype, backend)
+
 
 @final
 class DiskEmbeddingBag(DiskModule):
@@ -182,7 +210,7 @@ class DiskEmbeddingBag(DiskModule):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        mode: Literal["sum", "mean", "max"] = "mean",
+        mode: Mode = "mean",
         sparse: bool = True,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
@@ -202,10 +230,7 @@ class DiskEmbeddingBag(DiskModule):
         resume: bool | None = None,
     ) -> None:
         _refuse(scale_grad_by_freq, sparse)
-        if mode not in ("sum", "mean", "max"):
-            raise ValueError(f"mode={mode!r} is not known: use 'sum', 'mean' or 'max'")
-        if k != 0.0 and mode != "mean":
-            raise ValueError(f"mode={mode!r} leaves the ball of k={k!r}: use 'mean', its gyromidpoint")
+        require_mode(mode, k)
         spec = table_spec_of(name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction)
         storage = storage_choice(backend, allocate, durability, async_writes)
         super().__init__(
@@ -242,21 +267,7 @@ class DiskEmbeddingBag(DiskModule):
             ``(bags, D)``.
         """
         found = look_up(self.weight, input, self.padding_idx, self.max_norm, self.norm_type, self.training)
-        if self.k > 0.0:
-            if per_sample_weights is not None:
-                raise ValueError("per_sample_weights are for mode='sum', which a ball lacks: leave them out")
-            return gyromidpoints(
-                found.values, self.k, found.inverse, offsets, self.include_last_offset, found.padding
-            )
-        return bag_rows(
-            found.values,
-            found.inverse,
-            offsets,
-            self.mode,
-            per_sample_weights,
-            self.include_last_offset,
-            found.padding,
-        )
+        return reduced(found, self.k, offsets, self.mode, per_sample_weights, self.include_last_offset)
 
     @classmethod
     def from_pretrained(
@@ -270,6 +281,43 @@ class DiskEmbeddingBag(DiskModule):
         module = cls(source.rows, source.dim, init=source, **{**pretrained_options(embeddings), **options})
         module.weight.requires_grad_(not freeze)
         return module
+
+    @staticmethod
+    def open(
+        path: str | os.PathLike[str],
+        name: str = "embedding",
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        mode: Mode = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: Layout | None = None,
+    ) -> ReadOnlyEmbeddingBag:
+        """Return a module that reads a table's bags and writes nothing, see `DiskEmbedding.open`.
+
+        Args:
+            path: See `DiskEmbedding.open`.
+            name: See `DiskEmbedding.open`.
+            max_norm: See `DiskEmbedding.open`.
+            norm_type: See `DiskEmbedding.open`.
+            mode: See `DiskEmbeddingBag`.
+            include_last_offset: See `DiskEmbeddingBag`.
+            padding_idx: The row that is left out of every bag.
+            device: See `DiskEmbedding.open`.
+            dtype: See `DiskEmbedding.open`.
+            backend: See `DiskEmbedding.open`.
+
+        Raises:
+            KeyError: there is no table of that name.
+            ValueError: the table's space lacks the mode.
+            StateError: the directory can't be read; see `dsa.open_state`.
+        """
+        return ReadOnlyEmbeddingBag(
+            path, name, max_norm, norm_type, mode, include_last_offset, padding_idx, device, dtype, backend
+        )
 
 
 def _refuse(scale_grad_by_freq: bool, sparse: bool) -> None:

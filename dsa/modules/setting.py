@@ -1,4 +1,4 @@
-"""Setting rows of a table by hand."""
+"""Setting rows of a table by hand, and the row that is none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from dsa.optimizers.disk_parameter import DiskParameter
+from dsa.optimizers.options import as_index
 from dsa.optimizers.tensors import to_array
 from dsa.rules.from_array import FromArray
 from dsa.state.coalesce import as_rows
@@ -13,7 +14,7 @@ from dsa.state.maintenance import write_weights
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table
 
-__all__ = ["set_rows", "zero_padding"]
+__all__ = ["as_padding", "set_rows", "zero_padding"]
 
 
 def set_rows(state: StateDirectory, table: Table, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -67,3 +68,17 @@ def zero_padding(weight: DiskParameter, padding_idx: int | None) -> None:
     with state.use():
         if table.backend.read(row)["s"][0] == 0:
             write_weights(state, table, row, np.zeros((1, table.dim), np.float32))
+
+
+def as_padding(padding_idx: int | None, rows: int) -> int | None:
+    """Return the padding row, counted from the start.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is outside the table.
+    """
+    if padding_idx is None:
+        return None
+    if not -rows <= (index := as_index("padding_idx", padding_idx)) < rows:
+        raise ValueError(f"padding_idx={padding_idx!r} is outside the table of {rows} rows: pass a row of it")
+    return index % rows

@@ -21,7 +21,7 @@ from dsa.state.table import read_weights
 if TYPE_CHECKING:
     from dsa.optimizers.disk_parameter import DiskParameter
 
-__all__ = ["Lookup", "look_up"]
+__all__ = ["Lookup", "clip_rows", "distinct_rows", "handed_out", "look_up"]
 
 
 class Lookup(NamedTuple):
@@ -61,29 +61,64 @@ def look_up(
         CorruptRowError: a stored row is implausible.
     """
     table, state = weight.table, weight.state
-    if not isinstance(ids, torch.Tensor):
-        raise RowTypeError(f"the ids for table {table.name!r} are a {type(ids).__name__}: pass a tensor")
-    if ids.is_nested:
-        raise RowTypeError(
-            f"the ids for table {table.name!r} are a nested tensor: pass ids.values(), and for bags "
-            "ids.offsets()[:-1] as their offsets"
-        )
-    rows = as_rows(to_array(ids).reshape(-1), len(table), table.name)
-    unique, inverse = unique_inverse(rows)
+    unique, inverse = distinct_rows(ids, len(table), table.name)
     with state.use(), thread_limit(torch.get_num_threads()):
         state.settle()
         values = read_weights(table, unique)
         if max_norm is not None:
-            changed = _clip(values, float(max_norm), float(norm_type))
+            changed = clip_rows(values, float(max_norm), float(norm_type))
             if training and torch.is_grad_enabled() and len(changed):
                 write_weights(state, table, unique[changed], values[changed])
-    gathered = _onto(torch.from_numpy(values), weight)
+    found = handed_out(values, unique, inverse.reshape(ids.shape), padding_idx, weight.device, weight.dtype)
     if torch.is_grad_enabled() and weight.requires_grad:
         gathered = _Gather.apply(  # type: ignore[no-untyped-call]
-            weight, gathered, unique, padding_idx
+            weight, found.values, unique, padding_idx
         )
-    positions = _onto_device(torch.from_numpy(inverse), weight.device).reshape(ids.shape)
-    return Lookup(gathered, positions, _position(unique, padding_idx))
+        return found._replace(values=gathered)
+    return found
+
+
+def distinct_rows(ids: torch.Tensor, rows: int, name: str) -> tuple[Rows, Rows]:
+    """Return the distinct ids of a batch, and the position of each id among them, ``(number of ids,)``.
+
+    Args:
+        ids: Integers of any shape, on any device.
+        rows: Rows of the table.
+        name: Its name.
+
+    Raises:
+        RowIndexError, RowTypeError: the ids can't be used.
+    """
+    if not isinstance(ids, torch.Tensor):
+        raise RowTypeError(f"the ids for table {name!r} are a {type(ids).__name__}: pass a tensor")
+    if ids.is_nested:
+        raise RowTypeError(
+            f"the ids for table {name!r} are a nested tensor: pass ids.values(), and for bags "
+            "ids.offsets()[:-1] as their offsets"
+        )
+    return unique_inverse(as_rows(to_array(ids).reshape(-1), rows, name))
+
+
+def handed_out(
+    values: NDArray[np.float32],
+    rows: Rows,
+    inverse: Rows,
+    padding_idx: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Lookup:
+    """Return rows that were read as a module hands them out, without gradients.
+
+    Args:
+        values: ``(U, D)``.
+        rows: ``(U,)``, strictly increasing.
+        inverse: Of the ids' shape.
+        padding_idx: The row that is none, or None.
+        device: Where they are wanted.
+        dtype: What of.
+    """
+    gathered = _onto_device(torch.from_numpy(values), device).to(dtype)
+    return Lookup(gathered, _onto_device(torch.from_numpy(inverse), device), _position(rows, padding_idx))
 
 
 class _Gather(torch.autograd.Function):
@@ -113,7 +148,7 @@ class _Gather(torch.autograd.Function):
         return sparse, None, None, None
 
 
-def _clip(values: NDArray[np.float32], max_norm: float, norm_type: float) -> NDArray[np.int64]:
+def clip_rows(values: NDArray[np.float32], max_norm: float, norm_type: float) -> NDArray[np.int64]:
     """Scale rows beyond `max_norm` down to it in place, as torch does, and return which they were.
 
     Rounding may leave the scaled row a little beyond. It is scaled on, first by the smallest step that there
@@ -142,10 +177,6 @@ def _position(rows: Rows, padding_idx: int | None) -> int | None:
         return None
     position = int(np.searchsorted(rows, padding_idx))
     return position if position < len(rows) and rows[position] == padding_idx else None
-
-
-def _onto(values: torch.Tensor, weight: DiskParameter) -> torch.Tensor:
-    return _onto_device(values, weight.device).to(weight.dtype)
 
 
 def _onto_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

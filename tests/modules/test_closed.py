@@ -103,8 +103,14 @@ ALLOWED = {
     sparse: {
         "close", "shutdown", "stats", "global_step", "param_names", "state_dict", "zero_grad", "convention",
     },
-    disk: {"close", "k", "extra_repr", "from_pretrained", "reset_parameters", "sparse", "scale_grad_by_freq"},
-    bag: {"close", "k", "extra_repr", "from_pretrained", "reset_parameters", "sparse", "scale_grad_by_freq"},
+    disk: {
+        "close", "k", "extra_repr", "from_pretrained", "open", "reset_parameters", "sparse",
+        "scale_grad_by_freq",
+    },
+    bag: {
+        "close", "k", "extra_repr", "from_pretrained", "open", "reset_parameters", "sparse",
+        "scale_grad_by_freq",
+    },
 }  # fmt: skip
 EVERY = [(make, name) for make, calls in CALLS.items() for name in calls]
 

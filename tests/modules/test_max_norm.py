@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa import DiskEmbedding, DiskSparseAdam, init
-from dsa.optimizers.lookup import _clip
+from dsa.optimizers.lookup import clip_rows
 
 ORDERS = [0.01, 0.5, 1.0, 2.0, 3.0, 7.0, math.inf]
 LIMITS = [0.0, 1e-45, 1e-40, 1e-20, 1e-7, 0.3, 1.0, 20.0, 1e10, 3e38, 1e300, math.inf]
@@ -30,16 +30,16 @@ def torchs(values, max_norm, order):
     dim=st.integers(1, 140),
     seed=st.integers(0, 2**32),
 )
-def test_clipped_rows_are_not_clipped_again(order, max_norm, std, dim, seed):
+def testclip_rowsped_rows_are_notclip_rowsped_again(order, max_norm, std, dim, seed):
     with np.errstate(all="ignore"):
         draws = np.random.default_rng(seed).standard_normal((40, dim))
         given_values = np.nan_to_num(draws * std).astype(np.float32)
         values = given_values.copy()
-        changed = _clip(values, max_norm, order)
+        changed = clip_rows(values, max_norm, order)
         once = values.copy()
-        assert len(_clip(values, max_norm, order)) == 0
+        assert len(clip_rows(values, max_norm, order)) == 0
         for each in range(40):  # in another batch the same row is the same
-            assert len(_clip(values[each : each + 1], max_norm, order)) == 0
+            assert len(clip_rows(values[each : each + 1], max_norm, order)) == 0
         assert values.tobytes() == once.tobytes()
         untouched = np.setdiff1d(np.arange(40), changed)
         assert (once[untouched] == given_values[untouched]).all()
