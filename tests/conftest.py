@@ -2,11 +2,15 @@
 
 Helpers beside the tests are importable, whatever directory pytest was started in.
 
+Temporary directories lie in memory where there is room, so that a sync waits for no device; those of tests
+marked `disk` never do, and with PYTEST_DEBUG_TEMPROOT=/tmp none does.
+
 The profile `ci` is the same on every run, `deep` looks longer (HYPOTHESIS_PROFILE=deep).
 """
 
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +40,20 @@ def _kernel_cache() -> str:
 
 # Before numba is imported, and inherited by the child processes that tests start.
 os.environ.setdefault("NUMBA_CACHE_DIR", _kernel_cache())
+
+_MEMORY = Path("/dev/shm")
+if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 2 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
+
+@pytest.fixture
+def tmp_path(request, tmp_path):
+    """A directory of the test's own; on a disk where the test is marked so."""
+    if request.node.get_closest_marker("disk") is None:
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(prefix="dsa-test-") as path:
+            yield Path(path).resolve()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,8 @@ import pytest
 from dsa.backends import births
 from dsa.backends.births import file_number, is_same_file
 
+pytestmark = pytest.mark.disk
+
 
 def test_a_file_stays_itself(tmp_path):
     path = tmp_path / "a"

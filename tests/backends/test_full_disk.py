@@ -19,7 +19,10 @@ from dsa.errors import DiskSpaceError
 from dsa.schema import Field, Schema, adam_schema
 from dsa.testing import BackendHooks, assert_records_equal, random_records
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="disks are filled by means of Linux")
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.skipif(sys.platform != "linux", reason="disks are filled by means of Linux"),
+]
 
 DISKS = {
     "ext4": 'truncate -s 24M "{0}.img" && mkfs.ext4 -q -F -b 4096 "{0}.img" && mount -o loop "{0}.img" "{0}"',

@@ -19,7 +19,10 @@ PAGE = 4096
 LAST = 39_999_999
 WEIGHTS = Schema(64, (Field("w", "float32", "element"),))
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits are set by means of Linux")
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.skipif(sys.platform != "linux", reason="limits are set by means of Linux"),
+]
 
 
 @pytest.fixture

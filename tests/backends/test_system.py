@@ -19,6 +19,8 @@ from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends import system
 from dsa.errors import DiskSpaceError, StateCorruptError, StateError, StateLockedError
 
+pytestmark = pytest.mark.disk
+
 ROWS, DIM = 3_000, 4
 TABLES = {"rule": init.Normal(ROWS, DIM, 0.1, seed=1), "array": torch.linspace(-0.1, 0.1, 40).reshape(10, 4)}
 

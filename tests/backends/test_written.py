@@ -12,6 +12,8 @@ from dsa.backends.memmap import MemmapBackend
 from dsa.schema import adam_schema
 from dsa.testing import random_records
 
+pytestmark = pytest.mark.disk
+
 ROWS = 100_000
 SCHEMA = adam_schema(64)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="holes are asked for by means of Linux")

@@ -85,6 +85,7 @@ def data_pages(path):
     return pages
 
 
+@pytest.mark.disk
 @linux
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_c26_rows_beyond_2_to_31_elements(tmp_path, dtype):
@@ -169,6 +170,7 @@ print(json.dumps(used))
 """
 
 
+@pytest.mark.disk
 @linux
 def test_c27_construction_needs_no_memory_for_the_table(tmp_path):
     """2,000,000 x 64, 1.6 GB of state, described by a rule: made as an extent of the file system."""
@@ -182,6 +184,7 @@ def test_c27_construction_needs_no_memory_for_the_table(tmp_path):
     assert used["peak"] < 150e6, used
 
 
+@pytest.mark.disk
 @linux
 def test_c27_weights_on_disk_are_copied_block_by_block(tmp_path):
     """100,000 x 64 from a file of float32: the table's pages may be in memory, copies may not."""
@@ -218,6 +221,7 @@ print(json.dumps({"made": made, "blocks": blocks, "samples": samples, "size": os
 """
 
 
+@pytest.mark.disk
 @linux
 def test_a_hundred_million_rows_cost_what_is_touched(tmp_path):
     """154 GB of state described by a rule: a sparse file of which a step occupies the pages of its rows."""

@@ -346,6 +346,7 @@ def test_weights_that_are_not_in_a_checkpoint_stay(tmp_path):
         assert optimizer.global_step == 1
 
 
+@pytest.mark.disk
 def test_untouched_rows_stay_holes(tmp_path):
     with make(tmp_path / "s", rows={"entity": 300_000, "relation": 50}) as optimizer:
         optimizer.step({"entity": ([5, 200_000], np.ones((2, DIM), np.float32))})
@@ -500,6 +501,7 @@ optimizer.close()
 """
 
 
+@pytest.mark.disk
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is not told there")
 def test_c28_memory_stays_small_whatever_the_table(tmp_path):
     """776 MB of state: export, import and iteration each add about 100 MB at most."""

@@ -159,6 +159,7 @@ def test_rows_of_zeros_have_no_files_and_are_declared(tmp_path):
         assert_same(open_checkpoint(path).content(verify=False), content)
 
 
+@pytest.mark.disk
 def test_zeros_inside_a_shard_are_holes(tmp_path, monkeypatch):
     monkeypatch.setattr("dsa.backends.shards.layout.SHARD_BYTES", 16 << 20)
     schema, records = sample_records(200_000, 16, touched=0.0)

@@ -137,6 +137,7 @@ print("verify", peak - before)
 """
 
 
+@pytest.mark.disk
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is not told there")
 def test_memory_is_bounded(tmp_path):
     """776 MB of content go through far less."""

@@ -324,6 +324,7 @@ def test_a_copy_replaces_only_what_it_may(tmp_path, memory):
     assert_same(open_checkpoint(tmp_path / "k").content(), NEW)
 
 
+@pytest.mark.disk
 def test_a_copy_keeps_holes_and_leaves_foreign_files(tmp_path, monkeypatch):
     monkeypatch.setattr("dsa.backends.shards.layout.SHARD_BYTES", 8 << 20)
     table = sample_table(rows=100_000, dim=16, touched=0.0, block=50_000)

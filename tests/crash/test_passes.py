@@ -9,7 +9,10 @@ import pytest
 from harness import Figures, complain
 from passes import kill_at_lines, kill_passes
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forks")
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forks"),
+]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

@@ -19,7 +19,10 @@ import dsa.backends.memmap
 import dsa.state.recovery
 from dsa.state.journal import Journal
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are forks, and files are in /proc")
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.skipif(sys.platform != "linux", reason="children are forks, and files are in /proc"),
+]
 
 
 def test_kills_of_drawn_configurations(space):

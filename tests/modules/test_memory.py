@@ -15,6 +15,8 @@ from layers import weights
 import dsa
 from dsa import init
 
+pytestmark = pytest.mark.disk
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read by means of Linux")
 
 PREAMBLE = """

@@ -731,6 +731,7 @@ def test_a_journal_that_is_there_is_not_made_again(path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.disk
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_journal_is_written_and_synced_before_anybody_relies_on_it(path, monkeypatch, durable):
     """An extent that was reserved only, and whose first write fails, would stay unreadable for ever."""

@@ -20,6 +20,8 @@ from dsa.cli.bench.ours import Ours
 from dsa.cli.bench.settings import QUICK
 from dsa.rules.init import Zeros
 
+pytestmark = pytest.mark.disk
+
 MIB = 1 << 20
 
 

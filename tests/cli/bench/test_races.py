@@ -12,6 +12,8 @@ from dsa.cli.bench.results import Duration, Footprint, Group, Line, line_from_ti
 from dsa.cli.bench.settings import QUICK
 from dsa.cli.bench.timing import Entry, alternate
 
+pytestmark = pytest.mark.disk
+
 
 class Recorder:
     """A contender that writes down what is asked of it."""
