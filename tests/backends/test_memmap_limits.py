@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 
 import dsa.schema
@@ -133,9 +134,14 @@ attempt(sys.argv[1], 20_000, 16, "reserve")
 
 def child(code, *arguments, prefix=()):
     """Run code after the prelude; check that it ended by itself, and return the parts of its line."""
-    environment = os.environ | {"PYTHONPATH": str(Path(dsa.schema.__file__).parents[1])}
-    command = [*prefix, sys.executable, "-c", PRELUDE + code, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if prefix:
+        environment = os.environ | {"PYTHONPATH": str(Path(dsa.schema.__file__).parents[1])}
+        command = [*prefix, sys.executable, "-c", PRELUDE + code, *map(str, arguments)]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+    else:
+        done = nursery.run(PRELUDE + code, *arguments)
     assert done.returncode == 0, done.stderr
     number, left, message = done.stdout.strip().split("|", 2)
     return number, left, message

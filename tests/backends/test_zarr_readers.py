@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from nursery import start
 from zarr_tables import HOOKS, Compressed, Mapped, decode
 
 from dsa.backends.writer import WriteBehind
@@ -90,8 +89,7 @@ for line in sys.stdin:
 @by_kind
 def test_another_process_sees_what_was_written(kind, path):
     backend = HOOKS[kind].create(path, ROWS, SCHEMA)
-    command = [sys.executable, "-c", READER, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+    with start(READER, path) as reader:
         assert reader.stdout.readline() == "ready\n"
         for number in range(5):
             records = np.zeros(1, SCHEMA.dtype)

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 import torch
 from current_files import table_file
@@ -144,7 +145,7 @@ def attempt(make):
 
 
 def child(code, *arguments, prefix=()):
-    """Run code in a child; it must end by itself. Returns the JSON of each line."""
+    """Run code in a new interpreter; it must end by itself. Returns the JSON of each line."""
     done = subprocess.run(
         [*prefix, sys.executable, "-c", PRELUDE + code, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(Path(dsa.__file__).parents[1])},
@@ -153,6 +154,10 @@ def child(code, *arguments, prefix=()):
         timeout=300,
         check=False,
     )
+    return reported(done)
+
+
+def reported(done):
     assert done.returncode == 0, f"it ended with {done.returncode}: {done.stderr[-3000:]}"
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -277,7 +282,8 @@ def test_c30_and_c32_a_disk_of_one_mebibyte(tmp_path):
 
 @linux
 def test_c32_a_limit_on_the_size_of_files(tmp_path):
-    seen = child(LIMITED + FULL, tmp_path, "reserve", "sparse")
+    done = nursery.run(PRELUDE + LIMITED + FULL, tmp_path, "reserve", "sparse")
+    seen = reported(done)
     assert len(seen) == 4
     for report in seen:
         assert report["errno"] in (errno.EFBIG, errno.ENOSPC)
@@ -293,7 +299,7 @@ attempt(lambda: DiskSparseRiemannianAdam({"small": init.Zeros(10, 2), "a": init.
 
 @linux
 def test_c31_a_mapping_that_fails_leaves_no_file(tmp_path):
-    (seen,) = child(ADDRESS_SPACE, tmp_path)
+    (seen,) = reported(nursery.run(PRELUDE + ADDRESS_SPACE, tmp_path))
     assert seen["kind"] in ("OSError", "MemoryError")
     assert seen["errno"] in (errno.ENOMEM, None)
     assert "13_000_000" not in seen["message"]

@@ -8,7 +8,6 @@ by the next opening. Nothing may be left over.
 import argparse
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -20,6 +19,7 @@ import numpy as np
 from dsa import DiskSparseRiemannianAdam, init
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests"))
 ROWS, DIM = 20_000, 16
 
 NURSERY = """
@@ -54,15 +54,14 @@ class Nursery:
     """A process that starts the ones to be killed, so that each is there at once."""
 
     def __enter__(self):
-        command = [sys.executable, "-c", NURSERY, str(ROOT)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        from nursery import start
+
+        self.process = start(NURSERY, str(ROOT))
         assert self.process.stdout.readline() == "ready\n"
         return self
 
     def __exit__(self, *exc):
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.process.stdout.close()
+        self.process.__exit__(*exc)
 
     def kill_one(self, what, state, checkpoint, delay=""):
         """Kill one after some seconds, or at its end; return after how many."""

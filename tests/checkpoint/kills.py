@@ -7,7 +7,6 @@ remove all that was left. Both ways of replacing a directory are tried.
 
 import argparse
 import random
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -15,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 NURSERY = """
 import os, signal, sys, time
@@ -48,15 +47,14 @@ class Nursery:
     """A process that starts the ones to be killed, so that each is there at once."""
 
     def __enter__(self):
-        command = [sys.executable, "-c", NURSERY, str(HERE), str(HERE.parents[1])]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        from nursery import start
+
+        self.process = start(NURSERY, str(HERE), str(HERE.parents[1]))
         assert self.process.stdout.readline() == "ready\n"
         return self
 
     def __exit__(self, *exc):
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.process.stdout.close()
+        self.process.__exit__(*exc)
 
     def kill_one(self, path, way, first, delay):
         self.process.stdin.write(f"{path}\t{way}\t{first}\t{delay}\n")

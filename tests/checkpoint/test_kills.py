@@ -7,6 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import nursery
 import pytest
 
 from dsa.checkpoint import open_checkpoint
@@ -24,10 +25,12 @@ def test_c50_random_kills(tmp_path):
     assert found["content 0"] + found["content 1"] > 5
 
 
+PRELUDE = "import sys\nsys.path[:0] = sys.argv[1:3]\n"
+
+
 def run(script, *args):
-    """Run a script in its own process, with the helpers at hand."""
-    prelude = "import sys\nsys.path[:0] = sys.argv[1:3]\n"
-    command = [sys.executable, "-c", prelude + textwrap.dedent(script), str(HERE), str(HERE.parents[1])]
+    """Run a script in its own interpreter, with the helpers at hand."""
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(HERE), str(HERE.parents[1])]
     return subprocess.run(
         [*command, *map(str, args)], capture_output=True, text=True, timeout=300, check=False
     )
@@ -79,7 +82,7 @@ checkpoint_samples.export(new, path, overwrite=True)
 def test_c50_a_kill_at_this_very_moment(tmp_path, moment, step):
     from checkpoint_samples import assert_same, export, killed_contents
 
-    done = run(AT, tmp_path / "k", moment)
+    done = nursery.run(PRELUDE + AT, HERE, HERE.parents[1], tmp_path / "k", moment)
     assert done.returncode == -signal.SIGKILL, done.stderr
     contents = killed_contents()
     assert_same(open_checkpoint(tmp_path / "k").content(), contents[step])

@@ -10,6 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import nursery
 import pytest
 from checkpoint_samples import assert_same, export, files_of, read_all, sample_content, sample_table
 
@@ -391,14 +392,7 @@ def test_c33_the_disk_refuses_in_the_middle(tmp_path, monkeypatch, code, call):
 
 def run(script, *args):
     prelude = "import sys\nsys.path.insert(0, sys.argv[1])\n"
-    command = [
-        sys.executable,
-        "-c",
-        prelude + textwrap.dedent(script),
-        str(Path(__file__).parent),
-        *map(str, args),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return nursery.run(prelude + textwrap.dedent(script), Path(__file__).parent, *args)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no such limits")

@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import nursery
 import pytest
 from story import GOLDEN, ROWS, STEPS, batch, build, flip, listing, tell
 
@@ -65,16 +66,6 @@ def keys_of(name, capsys):
     """The JSON keys that a command's help names."""
     told = " ".join(help_of(name, capsys).split())
     return set(re.search(r"JSON: ([\w, ]+)[.;]", told)[1].split(", "))
-
-
-def process(*arguments, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "dsa", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("name", program.COMMANDS)
@@ -477,14 +468,12 @@ def test_a_reader_that_has_had_enough(folder):
 
 
 def test_in_processes(folder):
-    path = {"PYTHONPATH": str(Path(dsa.__file__).parents[1])}
     for arguments, code in (
         (("verify", "run"), 0),
         (("diff", "run", "checkpoints/step-20"), 1),
         (("diff", "run", "nowhere"), 2),
     ):
-        child = process(*arguments, env=path)
-        out, err = child.communicate(timeout=120)
-        assert child.returncode == code, err
-        assert bool(out) == (code < 2)
-        assert "Traceback" not in err
+        done = nursery.run(nursery.DSA, *arguments, env={})
+        assert done.returncode == code, done.stderr
+        assert bool(done.stdout) == (code < 2)
+        assert "Traceback" not in done.stderr

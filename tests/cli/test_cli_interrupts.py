@@ -5,12 +5,11 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from nursery import start
 from story import listing, tell
 
 import dsa
@@ -116,15 +115,7 @@ def interrupt(arguments, folder, seen):
         folder: Where it runs.
         seen: A part of the path of the directory that it makes.
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", HELD, seen, *arguments],
-        cwd=folder,
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as child:
+    with start(HELD, seen, *arguments, cwd=folder) as child:
         assert child.stdout.readline() == "held\n"
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(

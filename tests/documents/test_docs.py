@@ -3,13 +3,12 @@
 import html
 import importlib
 import inspect
-import os
 import re
-import subprocess
 import sys
 import textwrap
 import zlib
 
+import nursery
 import pytest
 from pages import ROOT, blocks, run
 from test_public_api import PUBLIC, load, objects
@@ -77,9 +76,8 @@ def site(tmp_path_factory):
     pytest.importorskip("myst_parser", reason="needs dsa[docs]")
     out = tmp_path_factory.mktemp("site")
     options = ["-W", "--keep-going", "-q", "-d", out / "trees"]
-    command = [sys.executable, "-m", "sphinx", *options, DOCS, out / "html"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    code = "import sys\nfrom sphinx.cmd.build import main\nsys.exit(main(sys.argv[1:]))"
+    built = nursery.run(code, *options, DOCS, out / "html", cwd=ROOT)
     assert (built.returncode, built.stderr) == (0, "")
     return out / "html"
 

@@ -4,14 +4,13 @@ import importlib
 import os
 import pkgutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from current_files import table_file
+from nursery import start
 
 import dsa
 import dsa.examples
@@ -123,8 +122,8 @@ def test_a_skipped_step_is_noticed(tmp_path):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path, capsys):
-    command = [sys.executable, "-m", "dsa.examples.resume_after_kill", str(tmp_path / "killed")]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as child:
+    code = "import runpy; runpy.run_module('dsa.examples.resume_after_kill', run_name='__main__')"
+    with start(code, tmp_path / "killed") as child:
         for line in child.stdout:
             if line.startswith("step 30 "):
                 break

@@ -4,14 +4,12 @@ import os
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
+from nursery import run, start
 from small_states import TABLES, as_left, batch, build, content, journal, train
 
 from dsa import DiskSparseRiemannianAdam, init, verify
@@ -48,8 +46,7 @@ ROWS = np.arange(0, 3000, 50)
 @contextmanager
 def trainer(path, durability="process", kind="memmap"):
     """A process that trains until the end of the block, then is killed."""
-    command = [sys.executable, "-c", TRAINER, str(path), durability, kind]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as child:
+    with start(TRAINER, path, durability, kind) as child:
         try:
             assert child.stdout.readline() == "ready\n"
             yield child
@@ -327,8 +324,7 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def stress():
     """A process that trains where it is told to: many rows, which stay equal, in every step."""
-    command, pipes = [sys.executable, "-c", STRESS], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, **pipes) as child:
+    with start(STRESS) as child:
         yield child
         child.kill()
 
@@ -396,11 +392,8 @@ def test_only_reading_is_asked_of_the_system(path):
         file.chmod(0o444)
     path.chmod(0o555)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", READER, str(path)],
-            capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True,
-        )  # fmt: skip
-        assert done.stdout == ""
+        done = run(READER, path)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
         if os.geteuid() != 0:
             assert not os.access(path / METADATA_NAME, os.W_OK)
     finally:

@@ -3,9 +3,9 @@
 import io
 import os
 import shutil
-import subprocess
 import sys
 
+import nursery
 import pytest
 
 from dsa.cli import program
@@ -30,7 +30,7 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     folder = tmp_path_factory.mktemp("story")
-    subprocess.run([sys.executable, "-c", STORY], cwd=folder, check=True, timeout=300)
+    assert nursery.run(STORY, cwd=folder).returncode == 0
     return folder
 
 
@@ -48,20 +48,19 @@ for line in sys.argv[1:]:
 
 def run(folder, encoding, *lines):
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
-    command = [sys.executable, "-c", MANY, *lines]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=300, check=True)
+    return nursery.run(MANY, *lines, cwd=folder, env=environment, encoding=encoding)
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8", "cp437"])
 def test_every_command_survives_a_console(story, encoding):
     done = run(story, encoding, *COMMANDS)
-    *outputs, _ = done.stdout.decode(encoding).split("<0>")
+    *outputs, _ = done.stdout.split("<0>")
     assert len(outputs) == len(COMMANDS), done
     for command, output in zip(COMMANDS, outputs, strict=True):
         assert COMMANDS[command] in output, command
     if encoding == "ascii":
         assert "'???'" in outputs[-1]
-    assert b"Error" not in done.stderr
+    assert "Error" not in done.stderr
     for name in ("拷贝", "导出", "新"):
         shutil.rmtree(story / name)
 
@@ -69,10 +68,10 @@ def test_every_command_survives_a_console(story, encoding):
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_errors_survive_a_console(story, encoding):
     done = run(story, encoding, "verify 无", "inspect 无", "diff 状态 无", "copy 数据 状态")
-    assert done.stdout.count(b"<2>") == 4
-    assert done.stderr.count(b"check the path") == 3
-    assert b"UnicodeEncodeError" not in done.stderr
-    assert b"codec" not in done.stderr
+    assert done.stdout.count("<2>") == 4
+    assert done.stderr.count("check the path") == 3
+    assert "UnicodeEncodeError" not in done.stderr
+    assert "codec" not in done.stderr
 
 
 def test_the_caller_of_main_gets_the_console_back(story, capsys, monkeypatch):

@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import nursery
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,8 +211,7 @@ def kill(path, durability):
     code = textwrap.dedent(KILLED).format(
         tests=str(Path(__file__).parents[1]), path=str(path), durability=durability
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert nursery.run(code).returncode == -signal.SIGKILL
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")

@@ -7,7 +7,7 @@ import sys
 STEP = """
 import sys, numpy as np
 from dsa import DiskSparseRiemannianAdam, init
-with DiskSparseRiemannianAdam({"a": init.Zeros(10, 2)}, k=1.0, disk_dir=sys.argv[1]) as optimizer:
+with DiskSparseRiemannianAdam({"a": init.Zeros(10, 2)}, k=0.0, disk_dir=sys.argv[1]) as optimizer:
     optimizer.step({"a": ([1], np.ones((1, 2), np.float32))})
 """
 

@@ -171,7 +171,7 @@ import dsa, dsa.kernels, dsa.cli.demo
 for package in (dsa.kernels, dsa.cli.demo):
     for each in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{each.name}")
-with dsa.DiskSparseRiemannianAdam({"a": dsa.init.Zeros(10, 2)}, k=1.0, disk_dir=sys.argv[1]) as optimizer:
+with dsa.DiskSparseRiemannianAdam({"a": dsa.init.Zeros(10, 2)}, k=0.0, disk_dir=sys.argv[1]) as optimizer:
     optimizer.step({"a": ([1, 4], np.ones((2, 2), np.float32))})
     print(dsa.__file__, optimizer.read_rows([1, 2]).tolist())
 """

@@ -2,16 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from nursery import start
 
-import dsa
 from dsa import DiskSparseAdam
 from dsa.optimizers.update import update_in_place
 
@@ -61,9 +58,7 @@ def trained(make, where, steps, resume=None, report=lambda step: None):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_training_that_is_killed_goes_on_bit_by_bit(make):
-    command = [sys.executable, "-c", CHILD, str(make.directory("killed"))]
-    environment = os.environ | {"PYTHONPATH": str(Path(dsa.__file__).parents[1])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+    with start(CHILD, make.directory("killed")) as child:
         for line in child.stdout:
             if int(line) >= 30:
                 break

@@ -5,11 +5,10 @@ import inspect
 import math
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 import torch
 import zarr
@@ -1021,22 +1020,7 @@ print("well")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_c46_a_forked_child_holds_a_closed_copy(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-W",
-            "ignore::DeprecationWarning",
-            "-c",
-            FORK,
-            tmp_path / "here",
-            tmp_path / "there",
-        ],
-        env=os.environ | {"PYTHONPATH": str(Path(dsa.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    strict = "import warnings\nwarnings.simplefilter('error')\n"
+    strict += "warnings.simplefilter('ignore', DeprecationWarning)\n"
+    done = nursery.run(strict + FORK, tmp_path / "here", tmp_path / "there")
     assert (done.returncode, done.stdout, done.stderr) == (0, "well\n", "")

@@ -6,8 +6,6 @@ To add a rule, add it to `dsa.rules.known.RULES` and a `Case` here.
 import json
 import os
 import signal
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from nursery import start
 
 from dsa.backends import Memmap
 from dsa.checkpoint.delta import open_content
@@ -254,13 +253,8 @@ def test_a_kill_in_the_middle_of_training(tmp_path, case, request):
     """Killed at some step, no matter where in it, and resumed: as if nothing had been."""
     name = request.node.callspec.params["case"]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(tmp_path / "killed"), name],
-        stdout=subprocess.PIPE,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        text=True,
-    ) as child:
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    with start(_CHILD, tmp_path / "killed", name, env=environment) as child:
         for line in child.stdout:
             if int(line) == 7:
                 break

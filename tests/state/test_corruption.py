@@ -6,11 +6,10 @@ The attempts run in child processes, so that a death by signal is seen as one. A
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 from current_files import copy_as_killed, table_file
 
@@ -180,15 +179,8 @@ def make(path, copy=None, **options):
 
 def child(code, root, configurations, seeds):
     """Run code in a child that must end by itself; return what surprised it."""
-    paths = map(str, [Path(dsa.__file__).parents[1], Path(__file__).parents[1]])
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code, root, json.dumps(configurations), str(seeds)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = nursery.run(PRELUDE + code, root, json.dumps(configurations), seeds, env=environment)
     *cases, last = done.stdout.splitlines() or [""]
     assert done.returncode == 0, (
         f"it ended with {done.returncode} at case {last or cases}:\n{done.stderr[-3000:]}"

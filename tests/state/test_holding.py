@@ -3,13 +3,13 @@
 import errno
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import warnings
 from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 from current_files import copy_as_killed, table_file
 from deaths import die, in_child
@@ -71,14 +71,7 @@ try:
 except StateError as error:
     print(type(error).__name__)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(steps), str(resume)],
-        env=os.environ | {"PYTHONPATH": str(Path(dsa.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = nursery.run(code, path, steps, resume)
     return done.stdout.strip() or done.stderr
 
 

@@ -5,18 +5,17 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import warnings
 import zlib
 from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 import torch
 from current_files import table_file
 
-import dsa
 from dsa import DiskSparseRiemannianAdam, init
 from dsa.backends import Memmap
 from dsa.errors import (
@@ -621,7 +620,8 @@ def test_file_names_do_not_change_between_releases():
 
 
 PRELUDE = """
-import os, signal, sys
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")
 import numpy as np
 import dsa.backends.memmap, dsa.state.creation, dsa.state.opening, dsa.state.replacement
 from dsa import DiskSparseRiemannianAdam, init
@@ -640,14 +640,9 @@ def gate(*ignored, **also_ignored):
 
 def start(code, path):
     """Run code in a child until it says that it stands at its gate."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", PRELUDE + code, str(path)],
-        env=os.environ | {"PYTHONPATH": str(Path(dsa.__file__).parents[1])},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    process = nursery.start(PRELUDE + code, path)
     line = process.stdout.readline()
-    if line != b"at the gate\n":
+    if line != "at the gate\n":
         process.kill()
         process.communicate()
         raise AssertionError(f"the child said {line!r}")

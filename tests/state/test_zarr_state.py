@@ -1,13 +1,13 @@
 """States whose tables are live Zarr groups: the bytes of memmap, read by others, opened again, refused."""
 
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 import torch
 import zarr
@@ -323,8 +323,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_process_loses_no_step(tmp_path, expected, backend, durability):
     """Without a journal, a table of compressed shards stands at its last drain, and every shard is whole."""
     code = CHILD.format(here=[str(directory) for directory in Path(__file__).parents[:2]])
-    command = [sys.executable, "-c", code, str(tmp_path), backend, durability]
-    done = subprocess.run(command, timeout=300, check=False, capture_output=True, text=True)
+    done = nursery.run(code, tmp_path, backend, durability)
     assert done.returncode == -9, done.stderr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StateWarning)

@@ -1,18 +1,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 
-import dsa
 from dsa.cli import program
 from dsa.cli.demo import picture
 
-ROOT = Path(dsa.__file__).parents[1]
 QUICK = ["--dim", "2", "--epochs", "6", "--batch-size", "16", "--pool", "20"]
 
 COMPILING = "dsa: compiling its kernels, once on this machine ...\n"  # on standard error, when it is so
@@ -152,11 +148,8 @@ def test_without_matplotlib_there_is_no_picture(place, capsys, monkeypatch):
 
 
 def start(words):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-W", "error", "-m", "dsa", *words]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    strict = "import warnings\nwarnings.simplefilter('error')\n"
+    return nursery.start(strict + nursery.DSA, *words, env=os.environ | {"PYTHONUNBUFFERED": "1"})
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a console's Ctrl-C can't be sent to one process there")
