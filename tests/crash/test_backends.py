@@ -80,9 +80,9 @@ def test_kills_between_the_renames_of_one_drain(space, passage):
 def test_losses_of_power(space, backend, scenario):
     (scenario,) = over(backend, [scenario])
     with prepared(space / "power", scenario) as (reference, directory):
-        figures = lose_power(reference, directory, random.Random(1), losses=6, draws=3)
+        figures = lose_power(reference, directory, random.Random(1), losses=4, draws=3)
     complain(figures)
-    assert figures.total == figures.reopened == 18
+    assert figures.total == figures.reopened == 12
     assert figures.finished == 1
 
 
@@ -111,15 +111,15 @@ def test_without_syncs_of_shards_the_model_finds_torn_ones(space, monkeypatch):
 @by_backend
 @pytest.mark.parametrize("scenario", ENDURING, ids=[one.name for one in ENDURING])
 def test_file_operations_that_fail(space, backend, scenario):
-    figures = refuse(space, seed=1, trials=12, scenarios=over(backend, [scenario]))
+    figures = refuse(space, seed=1, trials=8, scenarios=over(backend, [scenario]))
     complain(figures)
-    assert figures.total >= 12
+    assert figures.total >= 8
 
 
 @by_backend
 @pytest.mark.parametrize("scenario", ENDURING, ids=[one.name for one in ENDURING])
 def test_interrupts_anywhere_in_a_call(space, backend, scenario):
-    figures = interrupt(space, seed=1, trials=8, scenarios=over(backend, [scenario]))
+    figures = interrupt(space, seed=1, trials=4, scenarios=over(backend, [scenario]))
     complain(figures)
-    assert figures.finished >= 8
-    assert figures.total >= 8
+    assert figures.finished >= 4
+    assert figures.total >= 4

@@ -17,18 +17,18 @@ pytestmark = [
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_kills_at_random_instants_of_a_large_batch(space, tmp_path, threads):
-    figures = kill_passes(space, tmp_path, seed=threads, kills=25, threads=threads)
+    figures = kill_passes(space, tmp_path, seed=threads, kills=15, threads=threads)
     complain(figures)
-    assert figures.total == figures.reopened == 25
-    assert figures.phases["rows half-way"] >= 5, "the kills miss the pass"
+    assert figures.total == figures.reopened == 15
+    assert figures.phases["rows half-way"] >= 3, "the kills miss the pass"
 
 
 def test_kills_at_lines_of_a_step(space):
-    """Every seventh here; the command takes every one."""
+    """Every thirteenth here; the command takes every one."""
     figures = Figures()
-    lines = kill_at_lines(space, figures, stride=7)
+    lines = kill_at_lines(space, figures, stride=13)
     complain(figures)
     assert lines > 200
-    assert figures.total == figures.reopened == len(range(1, lines + 1, 7))
+    assert figures.total == figures.reopened == len(range(1, lines + 1, 13))
     assert figures.kills["open entry"] >= 3
     assert figures.in_progress >= 1

@@ -23,9 +23,9 @@ by_name = pytest.mark.parametrize("scenario", POWER, ids=[one.name for one in PO
 @by_name
 def test_losses_of_power(space, scenario):
     with prepared(space / "power", scenario) as (reference, directory):
-        figures = lose_power(reference, directory, random.Random(1), losses=12, draws=5)
+        figures = lose_power(reference, directory, random.Random(1), losses=8, draws=4)
     complain(figures)
-    assert figures.total == figures.reopened == 60
+    assert figures.total == figures.reopened == 32
     assert figures.finished == 1
 
 
