@@ -5,13 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 from zarr_tables import Mapped, occupied
 
-import dsa.schema
 from dsa.backends import system
 from dsa.backends.memmap import MemmapBackend
 from dsa.backends.writer import WriteBehind
@@ -102,14 +101,24 @@ print("done", len(written))
 """
 
 
-def on_a_disk(disk, directory):
-    """Return the command that runs another where `directory` is a small file system of its own, or skip."""
-    prefix = ["unshare", "--mount", "sh", "-c", DISKS[disk].format(directory) + ' && exec "$@"', "sh"]
+MOUNTED = """
+import ctypes, subprocess, sys
+CLONE_NEWNS = 0x20000
+assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["sh", "-c", sys.argv.pop(1)], check=True)
+"""
+
+
+def mounting(disk, directory):
+    """Return the command that makes `directory` a small file system of its own, or skip."""
+    mount = DISKS[disk].format(directory)
+    command = ["unshare", "--mount", "sh", "-c", mount]
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare")
-    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode != 0:
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
         pytest.skip(f"no {disk} may be mounted here")
-    return prefix
+    return mount
 
 
 @pytest.mark.parametrize("disk", DISKS)
@@ -118,9 +127,7 @@ def on_a_disk(disk, directory):
 def test_a_disk_that_fills_up(tmp_path, disk, kind, schema):
     directory = tmp_path / "disk"
     directory.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(Path(dsa.schema.__file__).parents[1])}
-    command = [*on_a_disk(disk, directory), sys.executable, "-c", CHILD, kind, str(directory), schema]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = nursery.run(MOUNTED + CHILD, mounting(disk, directory), kind, directory, schema)
     assert (done.returncode, done.stdout[:4]) == (0, "done"), done.stderr[-2000:]
 
 
