@@ -36,6 +36,7 @@ __all__ = [
     "keyed",
     "read_numbers",
     "store_numbers",
+    "widened",
     "with_dtypes",
 ]
 
@@ -322,7 +323,13 @@ def store_numbers(records: Records, name: str, values: Any) -> None:  # noqa: AN
 
 
 def copy_field(source: Records, name: str, target: Records) -> None:
-    """Copy a field from one array of records to another, as numbers where it is stored in different ways."""
+    """Copy a field from one array of records to another, as numbers where it is stored in different ways.
+
+    Args:
+        source: ``(B,)`` of a schema's dtype.
+        name: The field's.
+        target: ``(B,)``, written in place.
+    """
     if source.dtype[name].base == target.dtype[name].base:
         target[name] = source[name]
     else:
@@ -332,6 +339,17 @@ def copy_field(source: Records, name: str, target: Records) -> None:
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     """Tell whether a field's dtype stands for bfloat16, whose bit patterns are stored as uint16."""
     return dtype.base == _BFLOAT16
+
+
+def widened(schema: Schema) -> Schema:
+    """Return a schema with float32 in the place of bfloat16.
+
+    Example:
+        >>> widened(with_dtypes(adam_schema(2), {"v": "bfloat16"})) == adam_schema(2)
+        True
+    """
+    narrow = [field.name for field in schema.fields if field.dtype == "bfloat16"]
+    return with_dtypes(schema, dict.fromkeys(narrow, "float32"))
 
 
 def with_dtypes(schema: Schema, dtypes: Mapping[str, str]) -> Schema:

@@ -25,7 +25,7 @@ from dsa.checkpoint.export import ExportOptions, export_content
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.errors import StateExistsError, StateMismatchError, StateNotFoundError, StateWarning, notify
 from dsa.rules.updates import label_of
-from dsa.schema import Records, read_numbers
+from dsa.schema import Field, Records, read_numbers, widened
 from dsa.state.content import StateContent, TableContent
 from dsa.state.directories import local_directory
 from dsa.state.holding import LOCK_NAME, HeldDirectory
@@ -103,13 +103,20 @@ def _snapshot(state: StateDirectory) -> Iterator[Snapshot]:
         state.require_kept()  # or what was read may be older than what was written
 
 
-def import_state(state: StateDirectory, opened: OpenedContent, progress: Progress = False) -> None:
+def import_state(
+    state: StateDirectory,
+    opened: OpenedContent,
+    progress: Progress = False,
+    convert_dtypes: bool = False,
+) -> None:
     """Give an open state the content of a checkpoint, wholly or not at all.
 
     Args:
         state: The state, whose tables have the names, shapes and fields of the checkpoint's.
         opened: The checkpoint; nothing is written to it.
         progress: True for a bar, or a function of the bytes done and their total.
+        convert_dtypes: Whether fields may be stored as another dtype here; numbers are rounded to the nearest
+            then.
 
     Raises:
         StateMismatchError: the tables differ; nothing has changed.
@@ -119,7 +126,9 @@ def import_state(state: StateDirectory, opened: OpenedContent, progress: Progres
     content = opened.content
     total = sum(table.rows * table.schema.dtype.itemsize for table in content.tables)
     with state.use(), metered(progress, total, "import") as advance, ExitStack() as stack:
-        tables = _matched(state, content)
+        tables = _matched(state, content, convert_dtypes)
+        if any(_is_converted(each) for each in tables.values()):
+            content = replace(content, exports={})  # what is stored is in no checkpoint
         for table in state.tables.values():
             if table.held is not None:
                 table.held.require_writable()
@@ -388,7 +397,11 @@ def _watched(table: TableContent, advance: Advance, kept: _Kept | None) -> Table
     return replace(table, blocks=blocks)
 
 
-def _matched(state: StateDirectory, content: StateContent) -> dict[str, TableContent]:
+def _is_converted(content: TableContent) -> bool:
+    return content.stored is not None and not set(content.stored.fields) <= set(content.schema.fields)
+
+
+def _matched(state: StateDirectory, content: StateContent, convert: bool) -> dict[str, TableContent]:
     """Return the content of each of a state's tables, to be stored with the fields that the state stores."""
     found = {table.name: table for table in content.tables}
     if set(found) != set(state.tables):
@@ -397,21 +410,29 @@ def _matched(state: StateDirectory, content: StateContent) -> dict[str, TableCon
             f"{sorted(state.tables)}: import it where the same tables are, or make a directory of it with "
             "dsa.import_checkpoint"
         )
-    return {name: _fitting(table, found[name]) for name, table in state.tables.items()}
+    return {name: _fitting(table, found[name], convert) for name, table in state.tables.items()}
 
 
-def _fitting(table: Table, content: TableContent) -> TableContent:
+def _fitting(table: Table, content: TableContent, convert: bool) -> TableContent:
     schema, wanted = content.schema, table.backend.schema
     if (content.rows, schema.dim) != (len(table), wanted.dim):
         raise StateMismatchError(
             f"table {table.name!r} is {content.rows} x {schema.dim} in the checkpoint but {len(table)} x "
             f"{wanted.dim} here: open a state of the checkpoint's shape"
         )
-    if content.rule != table.rule or not set(wanted.fields) <= set(schema.fields):
+    if content.rule != table.rule or not set(widened(wanted).fields) <= set(widened(schema).fields):
         raise StateMismatchError(
             f"table {table.name!r} has the update rule {label_of(content.rule)} and the fields "
             f"{_names(schema.names)} in the checkpoint but {label_of(table.rule)} and {_names(wanted.names)} "
             "here: its fields would be misread; build the optimizer with the checkpoint's options"
+        )
+    other = [each for each in wanted.fields if each not in schema.fields]
+    if other and not convert:
+        theirs = [each for each in schema.fields if each.name in {field.name for field in other}]
+        raise StateMismatchError(
+            f"table {table.name!r} has {_typed(theirs)} in the checkpoint but {_typed(other)} here: pass "
+            "convert_dtypes=True to round every number to the nearest, or build the optimizer with the "
+            "checkpoint's state_dtype"
         )
     facts = content.facts if "w" in wanted.names else replace(content.facts, initializer=None)
     return replace(content, facts=facts, stored=wanted)
@@ -419,3 +440,7 @@ def _fitting(table: Table, content: TableContent) -> TableContent:
 
 def _names(names: Sequence[str]) -> str:
     return ", ".join(names)
+
+
+def _typed(fields: Sequence[Field]) -> str:
+    return ", ".join(f"{each.name} {each.dtype}" for each in fields)

@@ -12,7 +12,7 @@ from dsa.errors import StateMismatchError
 from dsa.modules.setting import as_padding, set_rows, zero_padding
 from dsa.modules.tensor_reference import from_tensor, to_tensor
 from dsa.optimizers import portable
-from dsa.optimizers.arguments import as_fraction
+from dsa.optimizers.arguments import StateDtype, as_fraction
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
 from dsa.optimizers.options import as_number
 from dsa.optimizers.reference import follow_reference, reference_to
@@ -242,7 +242,14 @@ class DiskModule(torch.nn.Module):
 
 
 def table_spec_of(
-    name: str, rows: int, dim: int, source: Source | None, k: float, state: str, fraction: float
+    name: str,
+    rows: int,
+    dim: int,
+    source: Source | None,
+    k: float,
+    state: str,
+    fraction: float,
+    state_dtype: StateDtype | None = None,
 ) -> TableSpec:
     """Return what a module asks its state directory for.
 
@@ -256,7 +263,9 @@ def table_spec_of(
     fraction, k = as_fraction(fraction), as_number("k", k)
     manifold_of(k)
     first = _default_init(rows, dim, k) if source is None else as_initializer(source)
-    return table_spec(name, first, _STATES[state], k=k, init_max_norm_fraction=fraction)
+    return table_spec(
+        name, first, _STATES[state], k=k, init_max_norm_fraction=fraction, state_dtype=state_dtype
+    )
 
 
 def _default_init(rows: int, dim: int, k: float) -> Initializer:

@@ -15,7 +15,7 @@ from dsa.modules.disk_module import DiskModule, Source, table_spec_of
 from dsa.modules.graph_break import outside_graphs
 from dsa.modules.pretrained import pretrained_options, pretrained_source
 from dsa.modules.read_only import ReadOnlyEmbedding, ReadOnlyEmbeddingBag
-from dsa.optimizers.arguments import DEFAULT_BACKEND, storage_choice
+from dsa.optimizers.arguments import DEFAULT_BACKEND, StateDtype, storage_choice
 from dsa.optimizers.lookup import look_up
 from dsa.rules.init import MatrixLike
 from dsa.state.storage import Durability
@@ -40,7 +40,7 @@ class DiskEmbedding(DiskModule):
         scale_grad_by_freq: Refused if true, as by torch for sparse gradients.
         sparse: Refused if false: a gradient of the whole table would not fit.
         device: Where rows and gradients are handed out.
-        dtype: Of rows and gradients; the table itself is float32.
+        dtype: Of rows and gradients, whatever the table stores.
         state_dir: The state directory; modules with one directory and different names share it.
         name: The table's name there.
         init: The first weights: an array, or a rule of `dsa.init`. None draws from N(0, 1) as torch does,
@@ -48,6 +48,9 @@ class DiskEmbedding(DiskModule):
         k: Curvature magnitude: 0 is flat, > 0 a ball of curvature -k.
         state: The optimizer to make room for: ``"adam"``, ``"rowwise_adam"`` with one second moment per row,
             ``"adagrad"``, ``"rowwise_adagrad"`` with one sum per row, or the name of another update rule.
+        state_dtype: How the table is stored: ``"bfloat16"`` halves what the optimizer keeps, rounded at
+            random so that its means are right; a dict, such as ``{"w": "bfloat16", "v": "bfloat16"}``,
+            chooses for each field, the weight ``w`` among them. None is float32.
         init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius.
         backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap`, `dsa.backends.Zarr` or another layout, see
             `DiskSparseRiemannianAdam`; as the further options, left out it is the default or what the
@@ -88,6 +91,7 @@ class DiskEmbedding(DiskModule):
         init: Source | None = None,
         k: float = 0.0,
         state: str = "adam",
+        state_dtype: StateDtype | None = None,
         init_max_norm_fraction: float = 0.5,
         backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate | None = None,
@@ -96,7 +100,9 @@ class DiskEmbedding(DiskModule):
         resume: bool | None = None,
     ) -> None:
         _refuse(scale_grad_by_freq, sparse)
-        spec = table_spec_of(name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction)
+        spec = table_spec_of(
+            name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction, state_dtype
+        )
         storage = storage_choice(backend, allocate, durability, async_writes)
         super().__init__(
             num_embeddings,
@@ -187,6 +193,7 @@ class DiskEmbeddingBag(DiskModule):
         init: See `DiskEmbedding`.
         k: See `DiskEmbedding`.
         state: See `DiskEmbedding`.
+        state_dtype: See `DiskEmbedding`.
         init_max_norm_fraction: See `DiskEmbedding`.
         backend: See `DiskEmbedding`.
         allocate: See `DiskEmbedding`.
@@ -222,6 +229,7 @@ class DiskEmbeddingBag(DiskModule):
         init: Source | None = None,
         k: float = 0.0,
         state: str = "adam",
+        state_dtype: StateDtype | None = None,
         init_max_norm_fraction: float = 0.5,
         backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate | None = None,
@@ -231,7 +239,9 @@ class DiskEmbeddingBag(DiskModule):
     ) -> None:
         _refuse(scale_grad_by_freq, sparse)
         require_mode(mode, k)
-        spec = table_spec_of(name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction)
+        spec = table_spec_of(
+            name, num_embeddings, embedding_dim, init, k, state, init_max_norm_fraction, state_dtype
+        )
         storage = storage_choice(backend, allocate, durability, async_writes)
         super().__init__(
             num_embeddings,

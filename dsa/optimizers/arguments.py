@@ -23,8 +23,9 @@ from dsa.rules.conventions import (
 from dsa.rules.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.rules.manifolds import manifold_of
 from dsa.rules.updates import AnyRule, label_of
+from dsa.schema import widened
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import Durability, Queue, StorageChoice, as_layout
+from dsa.state.storage import Durability, Queue, StorageChoice, as_layout, narrowed
 from dsa.state.table import Table
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "DEFAULT_MOMENT",
     "ParamGroups",
     "Params",
+    "StateDtype",
+    "agree_on_dtypes",
     "agree_on_rule",
     "as_fraction",
     "checked_updates",
@@ -49,6 +52,9 @@ __all__ = [
 ]
 
 Source = Initializer | FromArray | MatrixLike
+StateDtype = str | torch.dtype | Mapping[str, str | torch.dtype]
+"""How fields are stored, see `dsa.state.storage.narrowed`."""
+
 Params = Mapping[str, Source] | Sequence[Source]
 ParamGroups = (
     Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]] | Iterable[Any]
@@ -300,7 +306,7 @@ def agree_on_rule(state: StateDirectory, table: Table, rule: AnyRule) -> None:
     if table.rule == rule:
         return
     own = table.facts.schema
-    if table.steps or rule.schema(own.dim, weights="w" in own.names) != own:
+    if table.steps or rule.schema(own.dim, weights="w" in own.names) != widened(own):
         raise StateMismatchError(
             f"table {table.name!r} holds the state of the update rule {label_of(table.rule)} but the "
             f"optimizer computes {label_of(rule)}: use {table.rule.choice}, or make the table with the "
@@ -308,6 +314,24 @@ def agree_on_rule(state: StateDirectory, table: Table, rule: AnyRule) -> None:
         )
     table.facts = replace(table.facts, rule=rule)
     state.save()
+
+
+def agree_on_dtypes(table: Table, state_dtype: StateDtype | None) -> None:
+    """See to it that a table of a module stores its fields as an optimizer is told.
+
+    Raises:
+        StateMismatchError: it does not.
+        ValueError: it has no such field.
+    """
+    own = table.facts.schema
+    asked = {field.name: field.dtype for field in narrowed(widened(own), state_dtype).fields}
+    named = state_dtype if isinstance(state_dtype, Mapping) else set(asked) - {"w"}
+    for field in own.fields:
+        if state_dtype is not None and field.name in named and asked[field.name] != field.dtype:
+            raise StateMismatchError(
+                f"table {table.name!r} stores {field.name!r} as {field.dtype}, but the optimizer is told "
+                f"state_dtype={state_dtype!r}: leave it out, or make the module with it"
+            )
 
 
 def named_table(tables: Mapping[str, Table], name: str | None) -> Table:

@@ -58,7 +58,7 @@ class DiskParameter(torch.nn.Parameter):
         state: The open directory of the table.
         table: The table.
         device: Where gathered rows and gradients are.
-        dtype: dtype of gathered rows and gradients; the table itself is float32.
+        dtype: dtype of gathered rows and gradients, whatever the table stores.
         requires_grad: Whether gathered rows require a gradient.
     """
 

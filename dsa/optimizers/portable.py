@@ -124,6 +124,7 @@ def import_checkpoint(  # noqa: D417 - self is not said
     base: str | os.PathLike[str] | None = None,
     progress: Progress = False,
     storage_options: Mapping[str, Any] | None = None,
+    convert_dtypes: bool = False,
 ) -> None:
     """Replace the whole state with a checkpoint's: tables, step and curvatures.
 
@@ -136,6 +137,8 @@ def import_checkpoint(  # noqa: D417 - self is not said
         base: The full checkpoint that a differential one is relative to, if it isn't beside it.
         progress: True for a bar, or a function of the bytes done and their total.
         storage_options: For fsspec.
+        convert_dtypes: Whether the checkpoint may store fields in another dtype than these tables
+            (``state_dtype``): every number becomes the nearest one that the field holds.
 
     Raises:
         CheckpointNotFoundError, CheckpointIncompleteError, CheckpointMismatchError: there is no
@@ -146,7 +149,7 @@ def import_checkpoint(  # noqa: D417 - self is not said
     """
     self._portable_state().require_open()
     opened = open_content(url, base=base, verify=verify_hashes, storage_options=storage_options)
-    transfer.import_state(self._portable_state(), opened, progress)
+    transfer.import_state(self._portable_state(), opened, progress, convert_dtypes)
 
 
 def save_checkpoint(self: HasState, directory: str | os.PathLike[str], **options: Any) -> str:  # noqa: ANN401

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from dsa.optimizers.arguments import agree_on_rule
+from dsa.optimizers.arguments import StateDtype, agree_on_dtypes, agree_on_rule
 from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.resident import ParameterWeights, require_writable, row_elements
 from dsa.rules.conventions import Convention
@@ -33,6 +33,7 @@ class Registry:
         resume: See `dsa.state.opening.open_directory`.
         choice: Storage options.
         rule: The update rule of the tables.
+        state_dtype: How their fields are stored.
         positional: Names of tables whose parameters came without one: their places stand for names.
     """
 
@@ -40,6 +41,7 @@ class Registry:
     resume: bool | None
     choice: StorageChoice
     rule: AnyRule
+    state_dtype: StateDtype | None = None
     positional: set[str] = field(default_factory=set)
 
     def tables(
@@ -100,6 +102,7 @@ class Registry:
                 )
             if state is None:
                 self._require_same(own)
+            agree_on_dtypes(parameter.table, self.state_dtype)
             agree_on_rule(own, parameter.table, self.rule)
             state = own
         return state
@@ -132,7 +135,7 @@ class Registry:
                 f"the parameter {name!r} is float64, but steps are computed in float32: convert it to float32"
             )
         rows, dim = len(parameter), row_elements(parameter.shape)
-        return table_spec(name, Zeros(rows, dim), self.rule, weights=False)
+        return table_spec(name, Zeros(rows, dim), self.rule, weights=False, state_dtype=self.state_dtype)
 
 
 def _hold(table: Table, parameter: torch.Tensor) -> None:

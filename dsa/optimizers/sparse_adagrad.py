@@ -12,7 +12,7 @@ from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
 from dsa.optimizers import portable
 from dsa.optimizers import sparse_methods as methods
-from dsa.optimizers.arguments import DEFAULT_BACKEND, ParamGroups, storage_choice
+from dsa.optimizers.arguments import DEFAULT_BACKEND, ParamGroups, StateDtype, storage_choice
 from dsa.optimizers.options import plain_options
 from dsa.optimizers.registration import Registry
 from dsa.optimizers.sparse_tables import SparseTables, checked_groups, refuse_foreign
@@ -51,6 +51,9 @@ class DiskSparseAdagrad(torch.optim.Optimizer):
         allocate: ``"reserve"`` or ``"sparse"``.
         durability: ``"process"``, ``"power"`` or ``"none"``.
         async_writes: Write in a thread.
+        state_dtype: How the optimizer's numbers are stored: ``"bfloat16"`` halves them, rounded at random so
+            that their means are right; a dict, such as ``{"v": "bfloat16"}``, chooses for each. None is
+            float32, or what the tables of modules were made with.
 
     Raises:
         ValueError: an option is out of range, or a parameter is dense by its shape.
@@ -84,11 +87,14 @@ class DiskSparseAdagrad(torch.optim.Optimizer):
         allocate: Allocate | None = None,
         durability: Durability | None = None,
         async_writes: bool = False,
+        state_dtype: StateDtype | None = None,
     ) -> None:
         choice = storage_choice(backend, allocate, durability, async_writes)
         rule = ROW_WISE_ADAGRAD if row_wise else ADAGRAD
         self._sparse = SparseTables(
-            Registry(state_dir, resume, choice, rule), partial(plain_options, AdagradOptions), refuse_foreign
+            Registry(state_dir, resume, choice, rule, state_dtype),
+            partial(plain_options, AdagradOptions),
+            refuse_foreign,
         )
         defaults = {
             "lr": lr,

@@ -18,6 +18,7 @@ from dsa.optimizers.arguments import (
     DEFAULT_DECAY,
     DEFAULT_MOMENT,
     ParamGroups,
+    StateDtype,
     dialect_of,
     options_in,
     storage_choice,
@@ -49,8 +50,8 @@ class DiskSparseAdam(torch.optim.Optimizer):
     """Adam for sparse gradients with moments and counters on disk.
 
     A drop-in for `torch.optim.SparseAdam`: the same loop, with a directory. The weights of ordinary
-    parameters stay where they are (any device, float32, float16 or bfloat16; the moments are float32 always);
-    those of `DiskEmbedding` modules are on disk as well. Both may be mixed.
+    parameters stay where they are (any device, float32, float16 or bfloat16, whatever the moments are stored
+    as); those of `DiskEmbedding` modules are on disk as well. Both may be mixed.
 
     By default each row counts its own updates for the bias correction, so that a row first seen late takes a
     normal first step; ``bias_correction="parameter"`` gives torch's numbers.
@@ -78,6 +79,9 @@ class DiskSparseAdam(torch.optim.Optimizer):
         allocate: ``"reserve"`` or ``"sparse"``.
         durability: ``"process"``, ``"power"`` or ``"none"``.
         async_writes: Write in a thread.
+        state_dtype: How the optimizer's numbers are stored: ``"bfloat16"`` halves them, rounded at random so
+            that their means are right; a dict, such as ``{"v": "bfloat16"}``, chooses for each. None is
+            float32, or what the tables of modules were made with.
         convention: The dialect of Adam, one of `dsa.conventions`; None is SparseAdam's epsilon with counters
             per row and decay as ``"l2"``. What is passed beside it takes the place of its own; the dialect in
             force is in ``repr(optimizer)`` and in `convention`.
@@ -117,6 +121,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
         allocate: Allocate | None = None,
         durability: Durability | None = None,
         async_writes: bool = False,
+        state_dtype: StateDtype | None = None,
         convention: Convention | None = None,
     ) -> None:
         self._convention = dialect_of(
@@ -134,7 +139,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
         )
         choice = storage_choice(backend, allocate, durability, async_writes)
         self._sparse = SparseTables(
-            Registry(state_dir, resume, choice, adam_rule(self._convention.second_moment)),
+            Registry(state_dir, resume, choice, adam_rule(self._convention.second_moment), state_dtype),
             partial(_options_of, fixed=fixed, convention=self._convention),
             _import_moments,
             partial(in_dialect, convention=self._convention),

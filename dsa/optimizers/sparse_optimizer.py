@@ -13,7 +13,7 @@ from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
 from dsa.optimizers import portable
 from dsa.optimizers import sparse_methods as methods
-from dsa.optimizers.arguments import DEFAULT_BACKEND, ParamGroups, storage_choice
+from dsa.optimizers.arguments import DEFAULT_BACKEND, ParamGroups, StateDtype, storage_choice
 from dsa.optimizers.options import plain_options
 from dsa.optimizers.registration import Registry
 from dsa.optimizers.sparse_tables import SparseTables, checked_groups, refuse_foreign
@@ -41,6 +41,9 @@ class DiskSparseOptimizer(torch.optim.Optimizer):
         allocate: ``"reserve"`` or ``"sparse"``.
         durability: ``"process"``, ``"power"`` or ``"none"``.
         async_writes: Write in a thread.
+        state_dtype: How the optimizer's numbers are stored: ``"bfloat16"`` halves them, rounded at random so
+            that their means are right; a dict, such as ``{"v": "bfloat16"}``, chooses for each. None is
+            float32, or what the tables of modules were made with.
         options: Those of a step, by name, see `FlatRule.kind`, such as ``lr``; a parameter group may have its
             own.
 
@@ -73,12 +76,15 @@ class DiskSparseOptimizer(torch.optim.Optimizer):
         allocate: Allocate | None = None,
         durability: Durability | None = None,
         async_writes: bool = False,
+        state_dtype: StateDtype | None = None,
         **options: Any,  # noqa: ANN401 - those of the rule
     ) -> None:
         choice = storage_choice(backend, allocate, durability, async_writes)
         chosen = _rule(rule)
         self._sparse = SparseTables(
-            Registry(state_dir, resume, choice, chosen), partial(plain_options, chosen.kind), refuse_foreign
+            Registry(state_dir, resume, choice, chosen, state_dtype),
+            partial(plain_options, chosen.kind),
+            refuse_foreign,
         )
         defaults = _defaults(chosen, options)
         super().__init__(checked_groups(params, defaults, self._sparse), defaults)

@@ -19,6 +19,7 @@ from dsa.optimizers.arguments import (
     DEFAULT_DECAY,
     DEFAULT_MOMENT,
     Params,
+    StateDtype,
     as_fraction,
     checked_updates,
     curvatures_of,
@@ -109,6 +110,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         bias_correction: ``"row"``, ``"parameter"`` or ``"global"``; None takes the convention's.
         convention: The dialect of Adam, one of `dsa.conventions`; `dsa.conventions.DSA_ADAM` when None. What
             is passed beside it takes the place of its own; the dialect in force is in ``repr(optimizer)``.
+        state_dtype: How the tables are stored, see `DiskEmbedding`; float32 when None.
 
     Raises:
         ValueError: an option is out of range, or options contradict each other.
@@ -153,6 +155,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         max_step: float | None = None,
         bias_correction: BiasCorrection | None = None,
         convention: Convention | None = None,
+        state_dtype: StateDtype | None = None,
     ) -> None:
         sources = named_sources(params)
         self._convention = dialect_of(
@@ -179,7 +182,14 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             )
         rule, fraction = adam_rule(options.second_moment), as_fraction(init_max_norm_fraction)
         specs = [
-            table_spec(name, source, rule, k=curvatures[name], init_max_norm_fraction=fraction)
+            table_spec(
+                name,
+                source,
+                rule,
+                k=curvatures[name],
+                init_max_norm_fraction=fraction,
+                state_dtype=state_dtype,
+            )
             for name, source in sources.items()
         ]
         self._fixed = options

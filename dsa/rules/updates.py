@@ -27,9 +27,9 @@ class UpdateRule(Protocol[Options]):
     The first field of a record is the weight ``w``, float32 per element, unless the weights are elsewhere;
     the last is the stamp ``s``, int32 per row, see `dsa.schema.adam_schema`. Between them are the fields of
     the rule, if it has any, in the order of `dsa.kernels.layout.WordLayout`: those of type int32 are counts,
-    hence never negative; the others are float32, or bfloat16 in a table that is only read: a step takes
-    float32 so far. All are 0 in a row that was never written, and in one whose weight alone was set, so that
-    0 has to be where a rule begins.
+    hence never negative; the others are float32. A table may store some of these, and the weight, as
+    bfloat16: a pass hands them to the rule as float32, see `dsa.kernels.packing`. All are 0 in a row that was
+    never written, and in one whose weight alone was set, so that 0 has to be where a rule begins.
     """
 
     @property

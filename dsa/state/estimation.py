@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -12,6 +13,7 @@ from dsa.rules.conventions import SecondMoment
 from dsa.rules.known import rule_of
 from dsa.schema import Schema
 from dsa.state.journal_format import BODY, layout_of
+from dsa.state.storage import narrowed
 
 __all__ = ["Estimate", "estimate"]
 
@@ -50,6 +52,7 @@ def estimate(
     *,
     second_moment: SecondMoment = "coordinate",
     rule: str | None = None,
+    state_dtype: str | Mapping[str, str] | None = None,
     backend: Layout | None = None,
     batch: int = 16_384,
 ) -> Estimate:
@@ -60,6 +63,8 @@ def estimate(
         dim: Elements of a row D.
         second_moment: Of Adam; ``"row"`` stores one number of v per row.
         rule: The name of another update rule, such as ``"adagrad"``.
+        state_dtype: How fields are stored: ``"bfloat16"`` for all but the weight, or a dict with a dtype for
+            some fields.
         backend: The layout; the default one when None.
         batch: Distinct rows of the largest step, on which the journal's size depends.
 
@@ -68,6 +73,8 @@ def estimate(
         (5120000000, 15400000000)
         >>> estimate(10_000_000, 128, rule="row_wise_adagrad").logical
         5160000000
+        >>> estimate(10_000_000, 128, state_dtype="bfloat16").logical
+        10280000000
     """
     rows = operator.index(rows)
     if rows < 1:
@@ -75,7 +82,7 @@ def estimate(
     batch = operator.index(batch)
     if batch < 1:
         raise ValueError(f"batch={batch!r} is out of range: pass at least 1")
-    schema = rule_of(second_moment, rule).schema(dim)
+    schema = narrowed(rule_of(second_moment, rule).schema(dim), state_dtype)
     fields = {field.name: rows * schema.field_bytes(field) for field in schema.fields}
     logical = sum(fields.values()) - fields["s"]
     layout = Memmap() if backend is None else backend

@@ -55,7 +55,7 @@ class TableFacts:
         return _seed_of(self.name)
 
     def __post_init__(self) -> None:
-        if self.k != 0.0 and is_bfloat16(self.schema.dtype[0]) and self.schema.names[0] == "w":
+        if self.k != 0.0 and "w" in self.schema.names and is_bfloat16(self.schema.dtype["w"]):
             raise ValueError(
                 f"table {self.name!r} has weights in bfloat16 and k={self.k!r}: near the edge of a ball "
                 "bfloat16 can't tell points apart; keep the weights in float32 (the other fields may be "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Literal, final
 
@@ -10,7 +11,7 @@ from dsa.backends.layouts import BUILT_IN, Memmap
 from dsa.backends.mapping import Allocate
 from dsa.rules.init import FromArray, Initializer
 from dsa.rules.updates import AnyRule
-from dsa.schema import Schema
+from dsa.schema import Schema, with_dtypes
 from dsa.state.facts import TableFacts
 from dsa.state.metadata import DURABILITIES, require_kind
 
@@ -22,6 +23,7 @@ __all__ = [
     "TableSpec",
     "as_layout",
     "is_part_of",
+    "narrowed",
     "table_spec",
 ]
 
@@ -52,6 +54,58 @@ class TableSpec:
         return self.facts.schema
 
 
+def narrowed(schema: Schema, state_dtype: object) -> Schema:
+    """Return what a ``state_dtype`` argument makes of an update rule's record.
+
+    Args:
+        schema: The record in float32.
+        state_dtype: ``"bfloat16"`` or ``"float32"``, or torch's dtype, for everything that the rule keeps for
+            each element beside the weight; or a dict with such a dtype for some fields, ``"w"`` among them.
+            None leaves it as it is.
+
+    Raises:
+        ValueError: a field can't have its dtype, or there is no field that could. A record is a sequence of
+            words, so that a single number or an odd one of them would leave a gap, which numpy does not copy.
+
+    Example:
+        >>> from dsa.schema import adam_schema
+        >>> narrowed(adam_schema(128), "bfloat16").dtype.itemsize
+        1032
+    """
+    if state_dtype is None:
+        return schema
+    floating = [field.name for field in schema.fields if field.dtype == "float32" and field.per == "element"]
+    if isinstance(state_dtype, Mapping):
+        chosen = {name: _dtype_name(dtype) for name, dtype in state_dtype.items()}
+    else:
+        chosen = dict.fromkeys((name for name in floating if name != "w"), _dtype_name(state_dtype))
+        if not chosen:
+            raise ValueError(
+                f"state_dtype={state_dtype!r} means nothing where no number is kept for each element beside "
+                "the weight: leave it out, or pass {'w': 'bfloat16'} for the weight"
+            )
+    for name in chosen:
+        if name not in floating:
+            where = "; the weights are a parameter's, in its own dtype" if name == "w" else ""
+            raise ValueError(
+                f"state_dtype names {name!r}, which is no field with a number for each element here{where}: "
+                f"use some of {floating} (a single number of a row would take no less)"
+            )
+    if schema.dim % 2 and "bfloat16" in chosen.values():
+        raise ValueError(
+            f"dim={schema.dim} is odd, and bfloat16 is stored two in a word: pass an even dim, or leave "
+            "state_dtype out"
+        )
+    return with_dtypes(schema, chosen)
+
+
+def _dtype_name(dtype: object) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"state_dtype={dtype!r} is not known: use 'float32' or 'bfloat16'")
+    return name
+
+
 def table_spec(
     name: str,
     source: Initializer | FromArray,
@@ -60,6 +114,7 @@ def table_spec(
     k: float = 0.0,
     init_max_norm_fraction: float = 1.0,
     weights: bool = True,
+    state_dtype: object = None,
 ) -> TableSpec:
     """Return what is asked for a table by its first weights and its update rule.
 
@@ -70,11 +125,13 @@ def table_spec(
         k: Curvature magnitude.
         init_max_norm_fraction: See `dsa.state.facts.TableFacts`.
         weights: Whether the weights are part of the records, or stay with a parameter in memory.
+        state_dtype: See `narrowed`.
 
     Raises:
-        ValueError: the update rule does not work in the space, or a record would be too large.
+        ValueError: the update rule does not work in the space, a record would be too large, or a field can't
+            have its dtype.
     """
-    schema = rule.schema(source.dim, weights=weights)
+    schema = narrowed(rule.schema(source.dim, weights=weights), state_dtype)
     lazy = source if weights and isinstance(source, Initializer) else None
     return TableSpec(TableFacts(name, source.rows, schema, rule, k, 0, lazy, init_max_norm_fraction), source)
 

@@ -397,6 +397,10 @@ def test_estimate(run, folder):
     assert (summed["rule"], summed["second_moment"]) == ("row_wise_adagrad", None)
     assert summed["fields"] == {"w": 320_000, "h": 40_000, "s": 40_000}
     assert run("estimate 1e4 8 --rule sgd --no-measure")[1].startswith("10,000 rows x 8, sgd, memmap\n")
+    halved = json.loads(run("estimate 1e4 8 --state-dtype bfloat16 --no-measure --json")[1])
+    assert (halved["state_dtype"], halved["record"]) == ("bfloat16", 32 + 2 * 16 + 8 + 4)
+    text = run("estimate 1e4 8 --state-dtype w=bfloat16,v=bfloat16 --no-measure")[1]
+    assert ", w bfloat16, v bfloat16, memmap\n" in text
     large = run("estimate 1e13 8 --no-measure")[1]
     assert "too little" in large
 

@@ -38,7 +38,7 @@ def rounded(values, halves):
     return ((bits + halves) >> 16).astype(np.uint16)
 
 
-def packed(wide, schema, rows):
+def packed(wide, schema, rows, stamp, seed):
     """Records with float32 as a step stores them, field by field."""
     dtypes = {field.name: field.dtype for field in schema.fields}
     made = np.zeros(len(wide), schema.dtype)
@@ -50,7 +50,7 @@ def packed(wide, schema, rows):
                 continue
             values = np.atleast_1d(wide[name][i])
             even = -(-len(values) // 2) * 2  # a field begins on a word
-            halves = dither_of(int(row), STAMP, SEED, used + even)[used:]
+            halves = dither_of(int(row), stamp, seed, used + even)[used:]
             made[name][i] = rounded(values, halves[: len(values)]).reshape(made[name][i].shape)
             used += even
     return made
@@ -116,7 +116,7 @@ def test_a_pass_over_packed_records_is_the_pass_over_wide_ones_and_a_rounding(na
         assert visit_records(update, wide, grad, constants, None, non_negative).bad == -1
         report = visit_records(update, records, grad, constants, None, non_negative, rows, SEED)
         assert report.bad == -1
-        expected = packed(wide, schema, rows)
+        expected = packed(wide, schema, rows, STAMP, SEED)
         assert records.tobytes() == expected.tobytes()
 
 

@@ -25,6 +25,8 @@ _DATA_TYPES: Final = {
     "<i4": "int32",
     "<i8": "int64",
 }
+# What Zarr v3 has no name for in its core: the numbers are ``(bits.astype("uint32") << 16).view("float32")``.
+_LOGICAL: Final[dict[str, dict[str, str]]] = {"<u2": {"dsa_dtype": "bfloat16"}}
 _BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
@@ -57,7 +59,7 @@ def array_document(
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": 0.0 if np.dtype(spec.dtype).kind == "f" else 0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-        "attributes": dict(attributes),
+        "attributes": {**attributes, **_LOGICAL.get(spec.dtype, {})},
         "dimension_names": ["row"] if spec.columns is None else ["row", "dim"],
         "zarr_format": 3,
         "node_type": "array",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -15,6 +15,7 @@ from dsa.cli.bench.device import DeviceSpeed, measure_device
 from dsa.rules.conventions import SecondMoment
 from dsa.rules.known import rule_of
 from dsa.schema import Schema
+from dsa.state.storage import narrowed
 
 __all__ = ["BATCHES", "Forecast", "forecast"]
 
@@ -45,6 +46,7 @@ def forecast(
     *,
     second_moment: SecondMoment = "coordinate",
     rule: str | None = None,
+    state_dtype: str | Mapping[str, str] | None = None,
     backend: Layout | None = None,
     batches: Sequence[int] = BATCHES,
     seconds: float = 1.0,
@@ -61,6 +63,7 @@ def forecast(
         directory: Where the table will be; a scratch file is made there and removed again.
         second_moment: See `dsa.estimate`.
         rule: See `dsa.estimate`.
+        state_dtype: See `dsa.estimate`.
         backend: The layout; the default one when None.
         batches: Numbers of distinct rows in a step; those above `rows` are left out.
         seconds: For the measurement, beside writing the scratch file.
@@ -73,7 +76,7 @@ def forecast(
         device = measure_device(Path(scratch), size=size, seconds=seconds, depths=(_DEPTH,))
     if device is None:
         return None
-    pages = _pages_per_row(rule_of(second_moment, rule).schema(dim), backend)
+    pages = _pages_per_row(narrowed(rule_of(second_moment, rule).schema(dim), state_dtype), backend)
     limit = device.limit(pages)
     chosen = [batch for batch in batches if batch <= rows] or [rows]
     return Forecast(device, pages, {batch: 1e3 * batch / limit for batch in chosen})

@@ -23,8 +23,8 @@ beside the table needs. The disk is measured for about two seconds with a scratc
 removed again: what a step takes whose rows all come from there. Rows in memory are faster by orders of
 magnitude; dsa bench measures them.
 
-JSON: rows, dim, second_moment, rule, backend, batch, fields, record, file, journal, logical,
-while_exporting, directory, available_bytes, available_memory, fits, measured."""
+JSON: rows, dim, second_moment, rule, state_dtype, backend, batch, fields, record, file, journal,
+logical, while_exporting, directory, available_bytes, available_memory, fits, measured."""
 
 _MEANINGS: Final = {
     "w": "weight",
@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rule", metavar="RULE", help="another update rule than Adam: adagrad, row_wise_adagrad, sgd, lion"
+    )
+    parser.add_argument(
+        "--state-dtype",
+        metavar="DTYPE",
+        type=_dtypes,
+        help="bfloat16, or for some fields m=bfloat16,v=bfloat16,w=bfloat16 (float32)",
     )
     parser.add_argument(
         "--backend", metavar="BACKEND", default="memmap", help="memmap, zarr, or MODULE:NAME (memmap)"
@@ -88,7 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dir.is_dir():
         raise ValueError(f"--dir {arguments.dir} is no directory: make it first, or pass another")
     layout = named_layout(arguments.backend)
-    chosen = {"second_moment": arguments.second_moment, "rule": arguments.rule, "backend": layout}
+    chosen = {
+        "second_moment": arguments.second_moment,
+        "rule": arguments.rule,
+        "state_dtype": arguments.state_dtype,
+        "backend": layout,
+    }
     sizes = estimate(arguments.rows, arguments.dim, **chosen, batch=arguments.batch)
     times = None
     if arguments.measure:
@@ -118,6 +129,14 @@ def _count(text: str) -> int:
     return int(number)
 
 
+def _dtypes(text: str) -> str | dict[str, str]:
+    """Return a dtype for all fields, or one for each that is named."""
+    if "=" not in text:
+        return text
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {name: dtype for name, _, dtype in pairs}
+
+
 def _json(
     arguments: argparse.Namespace, sizes: Estimate, times: Forecast | None, free: int, memory: int | None
 ) -> dict[str, Any]:
@@ -137,6 +156,7 @@ def _json(
         "dim": arguments.dim,
         "second_moment": arguments.second_moment if arguments.rule is None else None,
         "rule": rule_of(arguments.second_moment, arguments.rule).name,
+        "state_dtype": arguments.state_dtype,
         "backend": arguments.backend,
         "batch": arguments.batch,
         "fields": sizes.fields,
@@ -159,6 +179,11 @@ def _lines(
     from dsa.inspection.text import aligned, size
 
     state = f"one second moment per {arguments.second_moment}" if arguments.rule is None else arguments.rule
+    if (dtypes := arguments.state_dtype) is not None:
+        named = (
+            [f"{name} {dtype}" for name, dtype in dtypes.items()] if isinstance(dtypes, dict) else [dtypes]
+        )
+        state = ", ".join([state, *named])
     yield f"{arguments.rows:,} rows x {arguments.dim:,}, {state}, {arguments.backend}"
     yield ""
     bytes_of = {f"{name}  {_MEANINGS[name]}": count for name, count in sizes.fields.items()}
