@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -713,6 +714,32 @@ def test_a_reader_beside_a_writer(path):
                     made._reseed()
         finally:
             reader.kill()
+    made.verify()
+    made.close()
+
+
+def test_a_thread_that_reads_beside_the_one_that_writes(path):
+    """While the file is mapped anew, the directory moves and segments are used again."""
+    made, ids = filled(path, 1_000, width=64)
+    others = some_ids(60_000, 6)[5:]
+    looks, stop = [], threading.Event()
+
+    def read():
+        while not stop.is_set():
+            looks.append(np.array_equal(made.find(ids), np.arange(1_000)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for start in range(0, len(others), 2_000):
+        made.put(others[start : start + 2_000], np.arange(len(others[start : start + 2_000])))
+        made.remove(others[start : start + 1_500])
+        seen = len(looks)
+        while len(looks) == seen and reader.is_alive():
+            time.sleep(0)
+    stop.set()
+    reader.join()
+    assert looks
+    assert all(looks)
     made.verify()
     made.close()
 
