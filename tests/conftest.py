@@ -56,6 +56,16 @@ def tmp_path(request, tmp_path):
             yield Path(path).resolve()
 
 
+@pytest.fixture(autouse=True)
+def _threads_of_torch():
+    """Leave torch's threads as they were, or the next tests run on others."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else 0
+    yield
+    if torch and torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Let one worker of `--dist loadgroup` run the tests of a file that share what was made once for them."""

@@ -122,10 +122,11 @@ def test_a_killed_process_left_what_recovery_will_find(tmp_path, kind):
         np.testing.assert_array_equal(optimizer.read_rows(range(64), "right"), right)
 
 
+@pytest.mark.parametrize("options", [{"durability": "power"}, {"async_writes": True}], ids=str)
 @pytest.mark.parametrize("steps", [1, 4])
-def test_steps_that_only_the_journal_has(tmp_path, steps):
+def test_steps_that_only_the_journal_has(tmp_path, steps, options):
     """Table files as they were before the last steps, beside the journal with them."""
-    with build(tmp_path / "state", durability="power") as optimizer:
+    with build(tmp_path / "state", **options) as optimizer:
         train(optimizer, 2)
         optimizer.flush()
         as_left(tmp_path / "state", tmp_path / "copy")

@@ -44,38 +44,45 @@ from dsa.kernels.visiting import Gradients, Visit, make_scratch
 from dsa.rules.conventions import AdamOptions
 from dsa.schema import adam_schema, with_dtypes
 
-packed, which = sys.argv[2].startswith("packed"), sys.argv[2].split()[-1]
-row = which.startswith("row")
-update = getattr(poincare if "ball" in which else adam, which)
-options = AdamOptions(lr=0.1, second_moment="row" if row else "coordinate")
-constants = (
-    poincare.ball_constants(options, 1.0, 2, None) if "ball" in which else step_constants(options, 2, None)
-)
-schema = adam_schema(5, second_moment_per="row" if row else "element")
-dtype = with_dtypes(schema, {"m": "bfloat16", "v": "bfloat16"} if packed else {}).dtype
-records = np.zeros(4, dtype)
-words, each = as_words(records)[0], np.arange(5)
-gradients = Gradients(np.ones((4, 5), np.float32), each[:-1], each)
-visit = Visit(
-    words, np.empty((0, 5), np.float32), record_layout(dtype, ("v",)), each[:-1], each[:-1], each[:-1],
-    np.zeros_like(words), False, np.full(4, -1), np.empty(4, np.int64), USABLE, np.empty(0, np.int32),
-)
-assert update(visit, gradients, constants, make_scratch(5, visit.layout), 0, 4) == (-1, 0)
-(code,) = (update.packed if packed else update.words).inspect_llvm().values()
-print(code)
+for name in sys.argv[2:]:
+    packed, which = name.startswith("packed"), name.split()[-1]
+    row = which.startswith("row")
+    update = getattr(poincare if "ball" in which else adam, which)
+    options = AdamOptions(lr=0.1, second_moment="row" if row else "coordinate")
+    if "ball" in which:
+        constants = poincare.ball_constants(options, 1.0, 2, None)
+    else:
+        constants = step_constants(options, 2, None)
+    schema = adam_schema(5, second_moment_per="row" if row else "element")
+    dtype = with_dtypes(schema, {"m": "bfloat16", "v": "bfloat16"} if packed else {}).dtype
+    records = np.zeros(4, dtype)
+    words, each = as_words(records)[0], np.arange(5)
+    gradients = Gradients(np.ones((4, 5), np.float32), each[:-1], each)
+    visit = Visit(
+        words, np.empty((0, 5), np.float32), record_layout(dtype, ("v",)), each[:-1], each[:-1], each[:-1],
+        np.zeros_like(words), False, np.full(4, -1), np.empty(4, np.int64), USABLE, np.empty(0, np.int32),
+    )
+    assert update(visit, gradients, constants, make_scratch(5, visit.layout), 0, 4) == (-1, 0)
+    (code,) = (update.packed if packed else update.words).inspect_llvm().values()
+    print(code + "\\f")
 """
 PASSES = ("adam_pass", "row_wise_adam_pass", "ball_pass", "row_wise_ball_pass", "packed adam_pass")
 
 
-def compiled_code(tmp_path, which, fences):
-    """Return what LLVM has made of a pass, compiled for this call alone."""
+def compiled_code(directory, fences, *names):
+    """Return what LLVM has made of each pass, compiled for this call alone."""
     root = str(Path(dsa.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, fences, which],
-        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": root},
+        [sys.executable, "-c", SCRIPT, fences, *names],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(directory), "PYTHONPATH": root},
         capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
-    return done.stdout
+    return dict(zip(names, done.stdout.split("\f"), strict=False))
+
+
+@pytest.fixture(scope="module")
+def codes(tmp_path_factory):
+    return compiled_code(tmp_path_factory.mktemp("cache"), "with", *PASSES)
 
 
 def fenced_blocks(code):
@@ -85,9 +92,9 @@ def fenced_blocks(code):
 
 
 @pytest.mark.parametrize("which", PASSES)
-def test_the_number_of_a_row_is_stored_between_two_fences(tmp_path, which):
+def test_the_number_of_a_row_is_stored_between_two_fences(codes, which):
     """Behind its image, and before its record."""
-    blocks = fenced_blocks(compiled_code(tmp_path, which, "with"))
+    blocks = fenced_blocks(codes[which])
     assert blocks, "the compiler has dropped the fences"
     for block in blocks:
         fences = [number for number, line in enumerate(block) if "fence syncscope" in line]
@@ -100,7 +107,7 @@ def test_the_number_of_a_row_is_stored_between_two_fences(tmp_path, which):
 
 
 def test_without_fences_the_test_above_would_fail(tmp_path):
-    assert not fenced_blocks(compiled_code(tmp_path, "adam_pass", "without"))
+    assert not fenced_blocks(compiled_code(tmp_path, "without", "adam_pass")["adam_pass"])
 
 
 TRACEME, CONTINUE, STEP = 0, 7, 9

@@ -22,13 +22,16 @@ def parsed(*words):
 def report(tmp_path_factory):
     """What a run over everything wrote, and its directory afterwards."""
     directory = tmp_path_factory.mktemp("bench")
-    torch.set_num_threads(
-        1
-    )  # on a busy machine torch's threads wait for each other far longer than they work
     target = directory / "out.json"
-    code = command.run(
-        parsed(*SMALL, "--dir", str(directory), "--json", str(target), "--memory-limit", "100")
-    )
+    threads = torch.get_num_threads()
+    # On a busy machine torch's threads wait for each other far longer than they work.
+    torch.set_num_threads(1)
+    try:
+        code = command.run(
+            parsed(*SMALL, "--dir", str(directory), "--json", str(target), "--memory-limit", "100")
+        )
+    finally:
+        torch.set_num_threads(threads)
     return code, json.loads(target.read_text()), sorted(path.name for path in directory.iterdir())
 
 
