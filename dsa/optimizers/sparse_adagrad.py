@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
-from typing import final
+from typing import Any, Final, final
 
 import torch
 
@@ -13,13 +14,19 @@ from dsa.backends.mapping import Allocate
 from dsa.optimizers import portable
 from dsa.optimizers import sparse_methods as methods
 from dsa.optimizers.arguments import DEFAULT_BACKEND, ParamGroups, StateDtype, storage_choice
-from dsa.optimizers.options import plain_options
+from dsa.optimizers.flattening import moments_by_rows
+from dsa.optimizers.foreign import TORCH_ADAGRAD, import_state
+from dsa.optimizers.options import as_number, plain_options
 from dsa.optimizers.registration import Registry
-from dsa.optimizers.sparse_tables import SparseTables, checked_groups, refuse_foreign
+from dsa.optimizers.sparse_tables import SparseTables, checked_groups
 from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD, AdagradOptions
+from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Durability
+from dsa.state.table import Table
 
 __all__ = ["DiskSparseAdagrad"]
+
+_INITIAL: Final = "initial_accumulator_value"
 
 
 @final
@@ -94,7 +101,7 @@ class DiskSparseAdagrad(torch.optim.Optimizer):
         self._sparse = SparseTables(
             Registry(state_dir, resume, choice, rule, state_dtype),
             partial(plain_options, AdagradOptions),
-            refuse_foreign,
+            _import_sums,
         )
         defaults = {
             "lr": lr,
@@ -136,3 +143,16 @@ class DiskSparseAdagrad(torch.optim.Optimizer):
     import_checkpoint = portable.import_checkpoint
     save_checkpoint = portable.save_checkpoint
     load_checkpoint = portable.load_checkpoint
+
+
+def _import_sums(
+    state: StateDirectory, tables: Mapping[torch.Tensor, Table], state_dict: Mapping[str, Any]
+) -> None:
+    """Take over the state of a `torch.optim.Adagrad`, whose sums contain what they started with."""
+    foreign = moments_by_rows(state_dict.get("state"), list(tables))
+    least = [
+        as_number(_INITIAL, group.get(_INITIAL, 0.0))
+        for group in state_dict["param_groups"]
+        for _ in group["params"]
+    ]
+    import_state(state, list(tables.values()), foreign, TORCH_ADAGRAD, least)

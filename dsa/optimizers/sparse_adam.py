@@ -24,7 +24,7 @@ from dsa.optimizers.arguments import (
     storage_choice,
 )
 from dsa.optimizers.flattening import moments_by_rows
-from dsa.optimizers.foreign import import_sparse_adam
+from dsa.optimizers.foreign import TORCH_SPARSE_ADAM, import_state
 from dsa.optimizers.options import as_number, group_options
 from dsa.optimizers.registration import Registry, require_ball, require_countable
 from dsa.optimizers.sparse_tables import SparseTables, checked_groups
@@ -201,6 +201,9 @@ def _options_of(group: dict[str, Any], fixed: AdamOptions, convention: Conventio
     return group_options(group, fixed)
 
 
-def _import_moments(state: StateDirectory, tables: Mapping[torch.Tensor, Table], foreign: Any) -> None:  # noqa: ANN401 - unchecked input
+def _import_moments(
+    state: StateDirectory, tables: Mapping[torch.Tensor, Table], state_dict: Mapping[str, Any]
+) -> None:
     """Take over the state of a `torch.optim.SparseAdam`."""
-    import_sparse_adam(state, list(tables.values()), moments_by_rows(foreign, list(tables)))
+    foreign = moments_by_rows(state_dict.get("state"), list(tables))
+    import_state(state, list(tables.values()), foreign, TORCH_SPARSE_ADAM)

@@ -141,8 +141,8 @@ def load_state_dict(self: SparseOptimizer, state_dict: dict[str, Any]) -> None:
     """Restore the options of `state_dict`, having checked that it belongs to the state on disk.
 
     As in torch, the saved options win over the constructor's. `DiskSparseAdam` also takes the state dict of
-    a `torch.optim.SparseAdam` over the same parameters: its moments are written to the tables, and every
-    row's counter becomes its step.
+    a `torch.optim.SparseAdam` over the same parameters, and `DiskSparseAdagrad` that of a
+    `torch.optim.Adagrad`: moments or sums are written to the tables, and every counter becomes its step.
 
     Raises:
         StateMismatchError: the dict belongs to another state, or to another step of this one.

@@ -27,7 +27,7 @@ from dsa.state.table import Table
 __all__ = ["SparseTables", "checked_groups", "refuse_foreign"]
 
 Groups = Sequence[dict[str, Any]]
-TakeOver = Callable[[StateDirectory, Mapping[torch.Tensor, Table], Any], None]
+TakeOver = Callable[[StateDirectory, Mapping[torch.Tensor, Table], Mapping[str, Any]], None]
 
 _DENSE_ADVICE: Final = (
     "build the layer with sparse=True, use dsa.DiskEmbedding, or hand dense parameters to another optimizer "
@@ -44,7 +44,7 @@ class SparseTables:
         registry: Finds or makes them.
         options_of: Returns the options of a step, of the kind that the tables' rule takes, from a parameter
             group; raises `TypeError` or `ValueError` where one is out of range.
-        take_over: Writes the ``"state"`` of another optimizer's state dict into the tables.
+        take_over: Writes the state dict of another optimizer into the tables.
         as_taken: Returns the batches of a step as the optimizer takes them.
     """
 
@@ -133,7 +133,7 @@ class SparseTables:
                 follow = check_reference if state.loaded_step == state.global_step else follow_reference
                 follow(state, self.names, state_dict["dsa"])
             else:
-                self._take_over(state, self._tables, state_dict.get("state"))
+                self._take_over(state, self._tables, state_dict)
             vouch(list(self._tables.values()))
 
     def close(self) -> None:
@@ -210,12 +210,15 @@ def checked_groups(
     return groups
 
 
-def refuse_foreign(state: StateDirectory, tables: Mapping[torch.Tensor, Table], foreign: object) -> NoReturn:
+def refuse_foreign(
+    state: StateDirectory, tables: Mapping[torch.Tensor, Table], state_dict: Mapping[str, Any]
+) -> NoReturn:
     """Refuse the state of another optimizer: the `take_over` of rules that can't be given any.
 
     Raises:
         ValueError: always.
     """
+    foreign = state_dict.get("state")
     held = sorted(foreign, key=str) if isinstance(foreign, Mapping) else foreign
     raise ValueError(
         f"the state dict, whose 'state' is {held!r}, refers to no state on disk such as {str(state.path)!r} "

@@ -208,10 +208,50 @@ def test_options_out_of_range(make, name):
     assert not make.directory().exists()
 
 
-def test_the_state_of_torchs_adagrad_is_refused(make):
-    layer = make.plain(4, 2)
-    optimizer = DiskSparseAdagrad(layer.parameters(), state_dir=make.directory())
-    theirs = torch.optim.Adagrad(layer.parameters())
-    with pytest.raises(ValueError, match=r"whose 'state' is \[0\], refers to no state on disk"):
-        optimizer.load_state_dict(theirs.state_dict())
-    optimizer.close()
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own Adagrad
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_the_state_of_torchs_adagrad_is_taken_over(adagrad, where):
+    """Half of the steps are torch's; all options come with its state, and its count of steps."""
+    options = {"lr": 0.1, "lr_decay": 0.05, "initial_accumulator_value": 0.3, "eps": 1e-3}
+    given, half = list(batches()), STEPS // 2
+    twin = start()
+    theirs = torch.optim.Adagrad(twin.parameters(), **options)
+    train(twin, theirs, given[:half])
+    if where == "memory":
+        layer, ours = adagrad("plain")
+        layer.load_state_dict(twin.state_dict())
+    else:
+        layer, ours = adagrad("disk")
+        layer.load_state_dict({"weight": twin.weight.detach().clone()})
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert {name: ours.param_groups[0][name] for name in options} == options
+    train(twin, theirs, given[half:])
+    train(layer, ours, given[half:])
+    torch.testing.assert_close(weights(layer), twin.weight.detach(), rtol=0, atol=2e-6)
+    sums = theirs.state_dict()["state"][0]["sum"].numpy()
+    with dsa.open_state(ours.state_dict()["dsa"]["directory"]) as view:
+        (name,) = ours.param_names
+        np.testing.assert_allclose(view[name].read(np.arange(ROWS))["h"] + 0.3, sums, rtol=2e-6)
+    ours.close()
+
+
+@pytest.mark.parametrize(
+    ("row_wise", "change", "match"),
+    [
+        (True, {}, r"'row_wise_adagrad'.*does not keep a sum per element as Adagrad does.*row_wise=False"),
+        (False, {"sum": -torch.ones(ROWS, DIM)}, "'sum' of parameter 0 holds a negative number"),
+        (False, {"sum": torch.ones(DIM, ROWS)}, "'sum' of parameter 0 is"),
+        (False, {"step": torch.tensor(-1.0)}, "'step' of parameter 0 is -1"),
+        (False, {"exp_avg": 0}, r"torch.optim.Adagrad stores \['step', 'sum'\].*DiskSparseAdagrad"),
+    ],
+)
+def test_what_is_not_taken_over(adagrad, row_wise, change, match):
+    layer, ours = adagrad("plain", row_wise=row_wise)
+    before = weights(layer).clone()
+    saved = torch.optim.Adagrad(layer.parameters(), lr=0.5).state_dict()
+    saved["state"][0].update(change)
+    with pytest.raises(ValueError, match=match):
+        ours.load_state_dict(saved)
+    assert ours.param_groups[0]["lr"] != 0.5
+    assert torch.equal(weights(layer), before)
+    ours.close()
