@@ -7,6 +7,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from dsa.optimizers.sparse_gradient import clippable
 from dsa.optimizers.weight_access import look_up_function, refuse
 from dsa.optimizers.weight_data import WeightData
 from dsa.state.state_directory import StateDirectory
@@ -99,7 +100,8 @@ class DiskParameter(torch.nn.Parameter):
         if name not in _HARMLESS:
             refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            return clippable(result) if attribute == "grad" and name == "__get__" else result
 
     def move(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply what `torch.nn.Module.to` would do, without making the table's size of memory."""

@@ -22,12 +22,15 @@ def module(net, death=None, manual=False):
 
         def training_step(self, batch, index):
             world.die_at(death, self.global_step)
+            # After a kill in an epoch Lightning takes the loader's batches from the first one on again.
+            batch = world.ids().view(world.BATCHES, world.BATCH)[self.global_step % world.BATCHES]
             loss = self.net.loss(batch)
             self.losses.append(loss.item())
             if manual:
                 optimizer = self.optimizers()
                 optimizer.zero_grad()
                 self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=1.0)
                 optimizer.step()
                 if self.trainer.is_last_batch:
                     self.lr_schedulers().step()
@@ -36,7 +39,7 @@ def module(net, death=None, manual=False):
     return Module()
 
 
-def fit(model, steps, death=None):
+def fit(model, steps):
     import lightning
 
     saver = lightning.pytorch.callbacks.ModelCheckpoint("files", every_n_train_steps=4, save_last=True)
@@ -44,6 +47,7 @@ def fit(model, steps, death=None):
         max_steps=steps,
         accelerator="cpu",
         callbacks=[saver],
+        gradient_clip_val=1.0 if model.automatic_optimization else None,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -55,7 +59,7 @@ def fit(model, steps, death=None):
 def main(steps, death=None):
     warnings.filterwarnings("ignore", "state .*starts over|.*is lost")
     net = world.Net(world.on_disk(resume=LAST.exists()))
-    fit(module(net, death), steps, death)
+    fit(module(net, death), steps)
     torch.save(world.learned(net), "learned.pt")
     net.table.close()
 

@@ -13,7 +13,9 @@ import dsa
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "frameworks.md"
 MOST_LINES = 15
 RECIPES = dict(
-    re.findall(r"<!-- recipe: (\w+) -->\n```python\n(.*?)```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    re.findall(
+        r"<!-- recipe: (\w+) -->\n```python\n(.*?)```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
 )
 
 
@@ -44,5 +46,8 @@ def weights(table):
 def assert_close(found, expected):
     """Compare losses that differ by float32's rounding over some steps."""
     torch.testing.assert_close(
-        torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-6
+        torch.tensor(found, dtype=torch.float64),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=1e-4,
+        atol=1e-6,
     )

@@ -15,6 +15,8 @@ def train(accelerator, net, optimizer, loader, epochs=2):
             with accelerator.accumulate(net):
                 loss = accelerator.unwrap_model(net).loss(batch)
                 accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(net.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())

@@ -11,7 +11,10 @@ NODES = 60
 def edges(rows=NODES, columns=NODES, count=400):
     draws = torch.Generator().manual_seed(1)
     return torch.stack(
-        [torch.randint(0, rows, (count,), generator=draws), torch.randint(0, columns, (count,), generator=draws)]
+        [
+            torch.randint(0, rows, (count,), generator=draws),
+            torch.randint(0, columns, (count,), generator=draws),
+        ]
     )
 
 
@@ -39,7 +42,13 @@ def metapath2vec(monkeypatch):
 
     graph = {("a", "to", "b"): edges(NODES, 30), ("b", "to", "a"): edges(30, NODES)}
     return MetaPath2Vec(
-        graph, 8, [("a", "to", "b"), ("b", "to", "a")], 6, 4, num_nodes_dict={"a": NODES, "b": 30}, sparse=True
+        graph,
+        8,
+        [("a", "to", "b"), ("b", "to", "a")],
+        6,
+        4,
+        num_nodes_dict={"a": NODES, "b": 30},
+        sparse=True,
     )
 
 

@@ -2,6 +2,7 @@
 
 import os
 
+import lightning_program
 import pytest
 import world
 from lightning_program import fit, module
@@ -23,4 +24,4 @@ def test_the_loss_is_that_in_memory(manual):
 
 
 def test_killed_and_resumed_equals_uninterrupted(monkeypatch, tmp_path):
-    world.assert_resumed_equals_uninterrupted("lightning_program.py", STEPS, [3, 14], monkeypatch, tmp_path)
+    world.assert_resumed_equals_uninterrupted(lightning_program, STEPS, 14, monkeypatch, tmp_path)

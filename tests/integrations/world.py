@@ -1,4 +1,4 @@
-"""What is learned in the tests of trainers: whether a number is odd, from a row of a table and a dense layer."""
+"""What the tests of trainers learn: whether a number is odd, from a row of a table and a dense layer."""
 
 import os
 import signal
@@ -69,7 +69,10 @@ def own_losses(steps, rates=lambda step: 1.0, net=None):
 
 def learned(net):
     """Everything that a net has learned."""
-    return {"table": weights(net.table), **{key: value.clone() for key, value in net.head.state_dict().items()}}
+    return {
+        "table": weights(net.table),
+        **{key: value.clone() for key, value in net.head.state_dict().items()},
+    }
 
 
 def die_at(step, now):
@@ -82,7 +85,15 @@ def run(program, *arguments):
     """Run one of the programs beside this file here, and return its exit status."""
     path = os.pathsep.join([str(HERE), str(HERE.parent / "documents"), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-W", "error::UserWarning:dsa", str(HERE / program), *map(str, arguments)],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-W",
+            "error::UserWarning:dsa",
+            program.__file__,
+            *map(str, arguments),
+        ],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -92,14 +103,16 @@ def run(program, *arguments):
     return done.returncode
 
 
-def assert_resumed_equals_uninterrupted(program, steps, kills, monkeypatch, tmp_path):
-    """Kill a program at some steps, start it again each time, and compare what is learned in the end."""
+def assert_resumed_equals_uninterrupted(program, steps, kill, monkeypatch, tmp_path):
+    """Kill a program at a step, start it again, and compare what is learned in the end with a whole run here."""
     found = {}
-    for name, moments in {"whole": [], "killed": kills}.items():
+    for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        for moment in moments:
-            assert run(program, steps, moment) == -signal.SIGKILL
-        assert run(program, steps) == 0
+        if name == "whole":
+            program.main(steps)
+        else:
+            assert run(program, steps, kill) == -signal.SIGKILL
+            assert run(program, steps) == 0
         found[name] = torch.load("learned.pt", weights_only=True)
     assert all(torch.equal(found["whole"][key], found["killed"][key]) for key in found["whole"])

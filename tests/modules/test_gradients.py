@@ -220,3 +220,41 @@ def test_the_recipe_of_two_optimizers(make):
         optimizer.step()
     after = weights(model["table"]), model["top"].weight
     assert [torch.equal(old, new) for old, new in zip(before, after, strict=True)] == [False, False]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_torchs_own_clipping_is_that_of_dsa(make, norm_type):
+    """Trainers call it. Two lookups leave duplicates in a gradient."""
+    layer, head = make.disk(9, 4, 0.5), torch.nn.Linear(4, 1)
+    parameters = [layer.weight, *head.parameters()]
+    found = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        for parameter in parameters:
+            parameter.grad = None
+        (head(layer(torch.tensor([1, 2, 1]))).sum() + head(layer(torch.tensor([2, 5]))).sum()).backward()
+        total = clip(parameters, 0.7, norm_type)
+        found.append([total, *(parameter.grad.to_dense() for parameter in parameters)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(parameters, 9.0, norm_type), torch.tensor(0.7))
+
+
+def test_torchs_clipping_of_values(make):
+    layer = make.disk(9, 2)
+    (
+        layer(torch.tensor([1])) * 0.3 + layer(torch.tensor([1])) * 0.4 - 3.0 * layer(torch.tensor([2]))
+    ).sum().backward()
+    torch.nn.utils.clip_grad_value_(layer.parameters(), 0.5)
+    assert layer.weight.grad.to_dense()[:3, 0].tolist() == [0.0, 0.5, -0.5]
+
+
+def test_a_gradient_that_was_looked_at_is_the_same_one(make):
+    layer = make.disk(9, 2)
+    layer(torch.tensor([1])).sum().backward()
+    gradient = layer.weight.grad
+    layer(torch.tensor([1])).sum().backward()
+    assert gradient is layer.weight.grad
+    assert layer.weight.grad.to_dense()[1].tolist() == [2.0, 2.0]
+    gradient.zero_()
+    assert layer.weight.grad._nnz() == 0
+    assert type(gradient + gradient) is torch.Tensor
