@@ -2,9 +2,8 @@
 
 `Prepared` makes the calls of ``accelerator.prepare(optimizer)``: on construction it takes the state dict,
 moves it to the device and loads it again; under mixed precision it replaces ``optimizer.step`` for a moment,
-to learn whether the scaler skipped it. With Accelerate itself the loop below is the same, except that
-``accelerator.clip_grad_norm_`` does not know sparse gradients: call `dsa.clip_grad_norm_` in its place, after
-``accelerator.unscale_gradients()``.
+to learn whether the scaler skipped it. With Accelerate itself the loop below is the same. With dense layers
+beside the tables the optimizer is a `dsa.CombinedOptimizer`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsa import DiskEmbeddingBag, DiskSparseAdam, clip_grad_norm_, init
+from dsa import DiskEmbeddingBag, DiskSparseAdam, init
 
 __all__ = ["Prepared", "main"]
 
@@ -86,7 +85,7 @@ def main(
         (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is not None:
             scaler.unscale_(optimizer.optimizer)
-        clip_grad_norm_(bag.parameters(), max_norm=1.0)
+        torch.nn.utils.clip_grad_norm_(bag.parameters(), max_norm=1.0)
         optimizer.step()
         losses.append(loss.item())
     bag.close()

@@ -2,11 +2,10 @@
 
 `Matcher` has the methods of a ``LightningModule`` and would work as one with another base class; `fit` makes
 the calls of ``Trainer.fit`` under automatic optimization: the step gets a closure, which computes the loss,
-clears the gradients, runs backward and clips. One thing has to be said to Lightning: its own clipping does
-not know sparse gradients, so the hook for it is overridden.
+clears the gradients, runs backward and clips.
 
-Automatic optimization takes one optimizer. With dense layers beside the tables, set
-``automatic_optimization = False`` and step two optimizers as `dsa.examples.recommender` does.
+Automatic optimization takes one optimizer. With dense layers beside the tables that is a
+`dsa.CombinedOptimizer`, as in `dsa.examples.recommender`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from dsa import DiskEmbedding, DiskSparseAdam, clip_grad_norm_, init
+from dsa import DiskEmbedding, DiskSparseAdam, init
 
 __all__ = ["Matcher", "fit", "main"]
 
@@ -57,15 +56,6 @@ class Matcher(torch.nn.Module):
         """Return the optimizer and its schedule."""
         optimizer = DiskSparseAdam(self.parameters(), lr=0.05)
         return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, 1, 0.5)}
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float,
-        gradient_clip_algorithm: str = "norm",
-    ) -> None:
-        """Clip, sparse gradients too."""
-        clip_grad_norm_(self.parameters(), gradient_clip_val)
 
 
 def fit(module: Matcher, loader: Iterable[Pair], epochs: int, checkpoint: Path) -> list[float]:
@@ -105,7 +95,7 @@ def _closure(module: Matcher, optimizer: torch.optim.Optimizer, batch: Pair, ind
         loss = module.training_step(batch, index)
         optimizer.zero_grad()
         loss.backward()
-        module.configure_gradient_clipping(optimizer, 1.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         return loss
 
     return closure

@@ -1,4 +1,4 @@
-"""A recommender: users and items on disk, dense layers in memory, two optimizers, one schedule.
+"""A recommender: users and items on disk, dense layers in memory, one optimizer, one schedule.
 
 The loop is the usual one of torch with mixed precision: scale, unscale, clip, step, update. Run it again on
 the same directory to go on from where it stopped.
@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from dsa import DiskEmbedding, DiskSparseAdam, clip_grad_norm_, init, split_parameters
+from dsa import CombinedOptimizer, DiskEmbedding, DiskSparseAdam, init
 
 __all__ = ["Recommender", "main"]
 
@@ -64,48 +64,39 @@ def main(
     torch.manual_seed(0)
     model = Recommender(directory, users, items, dim, resume)
 
-    sparse_parameters, dense_parameters = split_parameters(model)
-    sparse = DiskSparseAdam(sparse_parameters, lr=1e-2)
-    dense = torch.optim.AdamW(dense_parameters, lr=1e-3)
-    schedule = LambdaLR(dense, lambda step: min(1.0, (step + 1) / 100))
+    optimizer = CombinedOptimizer(
+        model,
+        dense=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        sparse=lambda parameters: DiskSparseAdam(parameters, lr=1e-2),
+    )
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     parts: dict[str, Any] = {
-        "model": model, "sparse": sparse, "dense": dense, "schedule": schedule, "scaler": scaler
+        "model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler
     }  # fmt: skip
     if resume:
         for name, state in torch.load(checkpoint, weights_only=True).items():
             parts[name].load_state_dict(state)
 
     losses = []
-    with sparse:
-        for step in range(sparse.global_step, steps):
-            follow(sparse, schedule, lr=1e-2)
+    with optimizer:
+        for step in range(optimizer.global_step, steps):
             user, item, liked = draw_batch(step, users, items, batch)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 scores = model(user, item)
             loss = functional.binary_cross_entropy_with_logits(scores.float(), liked)
 
-            sparse.zero_grad()
-            dense.zero_grad()
+            optimizer.zero_grad()
             scaler.scale(loss).backward()
-            scaler.unscale_(sparse)
-            scaler.unscale_(dense)
-            clip_grad_norm_(model.parameters(), max_norm=1.0)
-            scaler.step(sparse)
-            scaler.step(dense)
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            scaler.step(optimizer)
             scaler.update()
             schedule.step()
             losses.append(loss.item())
         # The tables are not in it, only a reference to them at this step.
         torch.save({name: part.state_dict() for name, part in parts.items()}, checkpoint)
     return losses
-
-
-def follow(optimizer: torch.optim.Optimizer, schedule: LambdaLR, lr: float) -> None:
-    """Give an optimizer the factor that a schedule gives to the one it was made for."""
-    factor = schedule.get_last_lr()[0] / schedule.base_lrs[0]
-    for group in optimizer.param_groups:
-        group["lr"] = lr * factor
 
 
 def draw_batch(

@@ -104,7 +104,7 @@ def run(program, *arguments):
 
 
 def assert_resumed_equals_uninterrupted(program, steps, kill, monkeypatch, tmp_path):
-    """Kill a program at a step, start it again, and compare what is learned in the end with a whole run here."""
+    """Kill a program at a step, start it again, and compare what it learns with what a whole run does."""
     found = {}
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
