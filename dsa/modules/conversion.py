@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 
@@ -17,7 +17,7 @@ from dsa.modules.embedding import DiskEmbedding, DiskEmbeddingBag
 from dsa.modules.exchanging import carry_over, exchange
 from dsa.modules.pretrained import pretrained_options
 from dsa.modules.setting import zero_padding
-from dsa.optimizers.arguments import DEFAULT_BACKEND, storage_choice
+from dsa.optimizers.arguments import DEFAULT_BACKEND, DEFAULT_FRACTION, StateDtype, storage_choice
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
 from dsa.state.sharing import join_tables
 from dsa.state.state_directory import StateDirectory
@@ -27,9 +27,6 @@ from dsa.state.table_files import table_bytes
 __all__ = ["Conversion", "ConvertedTable", "convert_"]
 
 Draw = Callable[[str, int, int], Source]
-
-_FRACTION: Final = 0.5
-"""Of a ball's radius; tables of converted modules are flat."""
 
 
 @final
@@ -98,6 +95,7 @@ def convert_(
     skip: Collection[str] = (),
     init: Draw | None = None,
     state: str = "adam",
+    state_dtype: StateDtype | None = None,
     device: torch.device | str | None = None,
     backend: str | Layout = DEFAULT_BACKEND,
     allocate: Allocate | None = None,
@@ -121,6 +119,7 @@ def convert_(
         init: ``init(name, rows, dim)`` returns a table's first weights, a rule of `dsa.init` or an array,
             instead of those that the module has.
         state: See `DiskEmbedding`; for every table.
+        state_dtype: See `DiskEmbedding`; likewise.
         device: Where rows of modules on the meta device are handed out; the CPU when None.
         backend: See `DiskEmbedding`; likewise the further arguments.
         allocate: See `DiskEmbedding`.
@@ -150,7 +149,7 @@ def convert_(
         >>> model[0].close()
     """
     candidates = find_candidates(model, min_rows, skip)
-    specs = [_spec(each, init, state) for each in candidates]
+    specs = [_spec(each, init, state, state_dtype) for each in candidates]
     for each in candidates:
         usable_seed(_device(each, device), each.weight.dtype)
     choice = storage_choice(backend, allocate, durability, async_writes)
@@ -177,13 +176,13 @@ class _Holder:
     """Holds the tables until the modules do."""
 
 
-def _spec(candidate: Candidate, init: Draw | None, state: str) -> TableSpec:
+def _spec(candidate: Candidate, init: Draw | None, state: str, state_dtype: StateDtype | None) -> TableSpec:
     weight, name = candidate.weight, candidate.name
     rows, dim = weight.shape
     source: Source | None = None if weight.is_meta else weight.detach()
     if init is not None:
         source = init(name, rows, dim)
-    spec = table_spec_of(name, rows, dim, source, 0.0, state, _FRACTION)
+    spec = table_spec_of(name, rows, dim, source, 0.0, state, DEFAULT_FRACTION, state_dtype)
     if (spec.source.rows, spec.source.dim) != (rows, dim):
         raise ValueError(
             f"init gives {spec.source.rows} x {spec.source.dim} for {name!r}, which is {rows} x {dim}: make "

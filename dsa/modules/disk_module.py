@@ -12,7 +12,7 @@ from dsa.errors import StateMismatchError
 from dsa.modules.setting import as_padding, set_rows, zero_padding
 from dsa.modules.tensor_reference import from_tensor, to_tensor
 from dsa.optimizers import portable
-from dsa.optimizers.arguments import StateDtype, as_fraction
+from dsa.optimizers.arguments import DEFAULT_FRACTION, StateDtype, as_fraction
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
 from dsa.optimizers.options import as_number
 from dsa.optimizers.reference import follow_reference, reference_to
@@ -260,11 +260,18 @@ def table_spec_of(
         raise ValueError("a table's name can't be empty: pass a string")
     if state not in _STATES:
         raise ValueError(f"state={state!r} is not known: use one of {sorted(_STATES)}")
+    keeps_inside = fraction is DEFAULT_FRACTION
     fraction, k = as_fraction(fraction), as_number("k", k)
     manifold_of(k)
     first = _default_init(rows, dim, k) if source is None else as_initializer(source)
     return table_spec(
-        name, first, _STATES[state], k=k, init_max_norm_fraction=fraction, state_dtype=state_dtype
+        name,
+        first,
+        _STATES[state],
+        k=k,
+        init_max_norm_fraction=fraction,
+        state_dtype=state_dtype,
+        keeps_inside=keeps_inside,
     )
 
 

@@ -15,7 +15,7 @@ from dsa.modules.disk_module import DiskModule, Source, table_spec_of
 from dsa.modules.graph_break import outside_graphs
 from dsa.modules.pretrained import pretrained_options, pretrained_source
 from dsa.modules.read_only import ReadOnlyEmbedding, ReadOnlyEmbeddingBag
-from dsa.optimizers.arguments import DEFAULT_BACKEND, StateDtype, storage_choice
+from dsa.optimizers.arguments import DEFAULT_BACKEND, DEFAULT_FRACTION, StateDtype, storage_choice
 from dsa.optimizers.lookup import look_up
 from dsa.rules.init import MatrixLike
 from dsa.state.storage import Durability
@@ -51,7 +51,8 @@ class DiskEmbedding(DiskModule):
         state_dtype: How the table is stored: ``"bfloat16"`` halves what the optimizer keeps, rounded at
             random so that its means are right; a dict, such as ``{"w": "bfloat16", "v": "bfloat16"}``,
             chooses for each field, the weight ``w`` among them. None is float32.
-        init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius.
+        init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius. Left out, an
+            array whose rows are all inside the ball is taken as it is.
         backend: ``"memmap"``, ``"zarr"``, `dsa.backends.Memmap`, `dsa.backends.Zarr` or another layout, see
             `DiskSparseRiemannianAdam`; as the further options, left out it is the default or what the
             directory was opened with.
@@ -92,7 +93,7 @@ class DiskEmbedding(DiskModule):
         k: float = 0.0,
         state: str = "adam",
         state_dtype: StateDtype | None = None,
-        init_max_norm_fraction: float = 0.5,
+        init_max_norm_fraction: float = DEFAULT_FRACTION,
         backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate | None = None,
         durability: Durability | None = None,
@@ -230,7 +231,7 @@ class DiskEmbeddingBag(DiskModule):
         k: float = 0.0,
         state: str = "adam",
         state_dtype: StateDtype | None = None,
-        init_max_norm_fraction: float = 0.5,
+        init_max_norm_fraction: float = DEFAULT_FRACTION,
         backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate | None = None,
         durability: Durability | None = None,

@@ -31,6 +31,7 @@ from dsa.state.table import Table
 __all__ = [
     "DEFAULT_BACKEND",
     "DEFAULT_DECAY",
+    "DEFAULT_FRACTION",
     "DEFAULT_MOMENT",
     "ParamGroups",
     "Params",
@@ -189,6 +190,14 @@ DEFAULT_DECAY: Final = cast("WeightDecayMode", _Default("l2"))
 
 DEFAULT_MOMENT: Final = cast("SecondMoment", _Default("coordinate"))
 """The default of ``second_moment``, likewise."""
+
+
+class _DefaultNumber(float):
+    __slots__ = ()
+
+
+DEFAULT_FRACTION: Final[float] = _DefaultNumber(0.5)
+"""The default of ``init_max_norm_fraction``: unlike the same number given, it keeps arrays in the ball."""
 
 DEFAULT_BACKEND: Final[str] = _Default("memmap")
 """The default of ``backend`` arguments: unlike the same name given, it lets a state keep its backend."""

@@ -17,6 +17,7 @@ from dsa.optimizers import portable
 from dsa.optimizers.arguments import (
     DEFAULT_BACKEND,
     DEFAULT_DECAY,
+    DEFAULT_FRACTION,
     DEFAULT_MOMENT,
     Params,
     StateDtype,
@@ -90,6 +91,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         retain_params: Keep the source tensors in ``param_groups[0]["params"]``; otherwise empty placeholders
             stand there and the tensors can be freed.
         init_max_norm_fraction: Fresh rows on the ball start within this fraction of its radius, in (0, 1].
+            Left out, an array whose rows are all inside the ball is taken as it is.
         backend: Where the rows live. ``"memmap"`` is the fastest; `dsa.backends.Memmap` gives it a layout of
             your own. ``"zarr"`` is a Zarr group that other programs can read while training runs;
             `dsa.backends.Zarr` with ``compression="zstd"`` saves disk, at ten to hundreds of times the cost
@@ -144,7 +146,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         resume: bool | None = None,
         put_timeout: float = 5.0,
         retain_params: bool = False,
-        init_max_norm_fraction: float = 0.5,
+        init_max_norm_fraction: float = DEFAULT_FRACTION,
         *,
         backend: str | Layout = DEFAULT_BACKEND,
         allocate: Allocate = "reserve",
@@ -189,6 +191,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
                 k=curvatures[name],
                 init_max_norm_fraction=fraction,
                 state_dtype=state_dtype,
+                keeps_inside=init_max_norm_fraction is DEFAULT_FRACTION,
             )
             for name, source in sources.items()
         ]

@@ -38,10 +38,13 @@ class TableSpec:
     Args:
         facts: What it is to be.
         source: The rule or the array that gives the first weights.
+        keeps_inside: Whether an array whose rows are all inside the ball is taken as it is, however near to
+            the boundary they are.
     """
 
     facts: TableFacts
     source: Initializer | FromArray
+    keeps_inside: bool = False
 
     @property
     def name(self) -> str:
@@ -115,6 +118,7 @@ def table_spec(
     init_max_norm_fraction: float = 1.0,
     weights: bool = True,
     state_dtype: object = None,
+    keeps_inside: bool = False,
 ) -> TableSpec:
     """Return what is asked for a table by its first weights and its update rule.
 
@@ -126,6 +130,7 @@ def table_spec(
         init_max_norm_fraction: See `dsa.state.facts.TableFacts`.
         weights: Whether the weights are part of the records, or stay with a parameter in memory.
         state_dtype: See `narrowed`.
+        keeps_inside: See `TableSpec`.
 
     Raises:
         ValueError: the update rule does not work in the space, a record would be too large, or a field can't
@@ -133,7 +138,8 @@ def table_spec(
     """
     schema = narrowed(rule.schema(source.dim, weights=weights), state_dtype)
     lazy = source if weights and isinstance(source, Initializer) else None
-    return TableSpec(TableFacts(name, source.rows, schema, rule, k, 0, lazy, init_max_norm_fraction), source)
+    facts = TableFacts(name, source.rows, schema, rule, k, 0, lazy, init_max_norm_fraction)
+    return TableSpec(facts, source, keeps_inside)
 
 
 @final
