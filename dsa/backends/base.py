@@ -18,7 +18,7 @@ from dsa.backends.mapping import Allocate
 from dsa.kernels.layout import Words
 from dsa.schema import Records, Rows, Schema
 
-__all__ = ["InPlace", "Layout", "Sizes", "Source", "Sparse", "StateBackend"]
+__all__ = ["InPlace", "Layout", "Sizes", "Source", "Sparse", "StateBackend", "Visitor"]
 
 T = TypeVar("T")
 
@@ -136,13 +136,22 @@ class Sparse(Protocol):
         ...
 
 
+Visitor = Callable[[Words, Words, Rows, int, int], T]
+"""Works on records where they are: `(records, factors, places, start, stop)`.
+
+The p-th of the rows that are visited, for p from `start` to `stop`, is ``records[places[p]]``, words and
+behind them its checksum; the factors of that are ``(0,)`` where there is none.
+"""
+
+
 @runtime_checkable
 class InPlace(Protocol):
     """A backend whose records are mapped words, which a step may change where they are.
 
     It is one beside being a `StateBackend`. What a step changes in the mapping survives the death of the
     process at once, and the *image* of a record, its words and its checksum, put back by `restore`, is what
-    was there.
+    was there. A record changes while a visitor works on it or after that, and not before: its image, kept by
+    the visitor, is older than any change.
     """
 
     @property
@@ -150,17 +159,27 @@ class InPlace(Protocol):
         """Words of an image: those of a record, and of the checksum behind it where there is one."""
         ...
 
-    def visit(self, rows: Rows, function: Callable[[Words, Words, int, int], T]) -> list[T]:
-        """Let a function read and write the records of `rows`, having announced their pages.
+    def look(self, rows: Rows, visitor: Visitor[T]) -> list[T]:
+        """Let a visitor read the records of `rows`, having announced their pages.
 
         Args:
-            rows: ``(B,)`` int64, strictly increasing: the place of each in the matrix that the function gets.
-            function: Is called with all records as a matrix of words, the factors of the checksum (``(0,)``
-                where there is none), and the half-open slice of `rows` that it is to visit; for several
-                slices at once, on as many threads as `dsa.kernels.threads.thread_limit` allows.
+            rows: ``(B,)`` int64, strictly increasing.
+            visitor: Is called for consecutive stretches of `rows`, several at once, on as many threads as
+                `dsa.kernels.threads.thread_limit` allows. It must not write.
 
         Returns:
-            What it returned for each slice, in their order.
+            What it returned for each stretch, in their order.
+        """
+        ...
+
+    def visit(self, rows: Rows, visitor: Visitor[T]) -> list[T]:
+        """Let a visitor read and change the records of `rows`; otherwise as `look`.
+
+        What it has changed is in the mapping once this returns. If the visitor raises, any of the records
+        that it was called with may have changed in whole or in part.
+
+        Raises:
+            OSError: the table was opened for reading only (EROFS).
         """
         ...
 
@@ -170,6 +189,9 @@ class InPlace(Protocol):
         Args:
             rows: ``(B,)`` int64.
             images: ``(B, image_words)``.
+
+        Raises:
+            OSError: the table was opened for reading only (EROFS).
         """
         ...
 

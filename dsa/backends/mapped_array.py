@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -116,6 +116,20 @@ class MappedArray:
                     scatter_summed(table, some, first, part, self._column, self._factors, sums[start:stop])
             finally:
                 self._unsynced.add(shard)  # afterwards: a flush that began before must not count for it
+
+    @property
+    def shard_rows(self) -> int:
+        """Rows of a shard."""
+        return self._layout.shard_rows
+
+    @property
+    def shards(self) -> Sequence[Units]:
+        """The shards as they are mapped, each a matrix with a row of the field in a row."""
+        return tuple(self._shards)
+
+    def note_changed(self, shards: Iterable[int]) -> None:
+        """Take in that shards were written to, not by `scatter`."""
+        self._unsynced.update(shards)
 
     def holes_under(self, rows: Rows) -> NDArray[np.bool_]:
         """Tell of which rows some page may be a hole."""

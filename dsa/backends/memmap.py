@@ -28,13 +28,14 @@ import mmap
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, final
 
 import numpy as np
 
 from dsa.backends import system
+from dsa.backends.base import Visitor
 from dsa.backends.cold_reads import ColdReads, page_runs
 from dsa.backends.holes import Holes, written_stretches
 from dsa.backends.mapping import Allocate, check_allocate, map_file, opened
@@ -247,11 +248,7 @@ class MemmapBackend:
         Raises:
             OSError: the file was opened for reading only (EROFS).
         """
-        table = self._open_table()
-        if not table.flags.writeable:
-            raise OSError(
-                errno.EROFS, f"the table file {str(self._path)!r} was opened for reading: open it writable"
-            )
+        table = self._writable_table()
         words = as_words(records)[0]
 
         def scatter(start: int, stop: int) -> None:
@@ -267,20 +264,26 @@ class MemmapBackend:
         """Words of a record, and of the checksum behind it."""
         return self._record_bytes // 4
 
-    def visit(self, rows: Rows, function: Callable[[Words, Words, int, int], T]) -> list[T]:
-        """Let a function read and write the records of `rows` where they are; see `InPlace.visit`."""
+    def look(self, rows: Rows, visitor: Visitor[T]) -> list[T]:
+        """Let a visitor read the records of `rows` where they are; see `InPlace.look`."""
         table = self._open_table()
         of_checksum = self._factors if self._stamp >= 0 else self._factors[:0]
 
         def run(start: int, stop: int) -> T:
-            part = rows[start:stop]
-            return self._reads.read(part, self._announce, lambda: function(table, of_checksum, start, stop))
+            return self._reads.read(
+                rows[start:stop], self._announce, lambda: visitor(table, of_checksum, rows, start, stop)
+            )
 
         return run_slices(run, len(rows))
 
+    def visit(self, rows: Rows, visitor: Visitor[T]) -> list[T]:
+        """Let a visitor read and change the records of `rows` where they are; see `InPlace.visit`."""
+        self._writable_table()
+        return self.look(rows, visitor)
+
     def restore(self, rows: Rows, images: Words) -> None:
         """Put back words that were read from the records of `rows`, checksums included."""
-        scatter_words(self._open_table(), rows, np.ascontiguousarray(images))
+        scatter_words(self._writable_table(), rows, np.ascontiguousarray(images))
 
     def reserve(self, rows: Rows) -> None:
         """Take the blocks under `rows` that have none; nothing is done for a file that has all of its blocks.
@@ -370,6 +373,14 @@ class MemmapBackend:
                 f"the table file {str(self._path)!r} was closed: open the state directory again"
             )
         return self._table
+
+    def _writable_table(self) -> Words:
+        table = self._open_table()
+        if not table.flags.writeable:
+            raise OSError(
+                errno.EROFS, f"the table file {str(self._path)!r} was opened for reading: open it writable"
+            )
+        return table
 
     def _gather(self, rows: Rows, records: Records) -> None:
         table, words = self._open_table(), as_words(records)[0]

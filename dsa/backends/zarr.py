@@ -18,13 +18,15 @@ import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 
 from dsa.backends import system
+from dsa.backends.base import Visitor
 from dsa.backends.cold_reads import ColdReads
 from dsa.backends.mapped_array import MappedArray, make_shards
+from dsa.backends.mapped_pieces import MappedPieces
 from dsa.backends.mapping import Allocate, check_allocate
 from dsa.backends.settling import settle
 from dsa.backends.zarr_group import (
@@ -43,6 +45,8 @@ from dsa.kernels.threads import run_slices
 from dsa.schema import TORN, Records, Rows, Schema
 
 __all__ = ["ZarrBackend"]
+
+T = TypeVar("T")
 
 _BLOCK_BYTES: Final = 4 << 20
 
@@ -79,6 +83,7 @@ class ZarrBackend:
         self._reads = ColdReads()
         self._arrays: list[MappedArray] = []
         self._checksums: MappedArray | None = None
+        self._pieces: MappedPieces | None = None
         # Bytes between fields belong to nobody: they are zero in what `read` returns.
         used = sum(self._schema.field_bytes(field) for field in self._schema.fields)
         self._blank = np.empty if used == self._dtype.itemsize else np.zeros
@@ -167,11 +172,7 @@ class ZarrBackend:
         Raises:
             OSError: the table was opened for reading only (EROFS).
         """
-        arrays = self._open_arrays()
-        if not self._writable:
-            raise OSError(
-                errno.EROFS, f"the table {str(self._path)!r} was opened for reading: open it writable"
-            )
+        arrays = self._writable_arrays()
 
         def scatter(start: int, stop: int) -> None:
             some, part = rows[start:stop], records[start:stop]
@@ -183,6 +184,29 @@ class ZarrBackend:
                 self._checksums.scatter(some, sums)
 
         run_slices(scatter, len(rows))
+
+    @property
+    def image_words(self) -> int:
+        """Words of a record, and of its checksum."""
+        return self._mapped_pieces().words
+
+    def look(self, rows: Rows, visitor: Visitor[T]) -> list[T]:
+        """Let a visitor read the records of `rows`, brought together; see `InPlace.look`."""
+        return self._in_blocks(rows, visitor, changing=False)
+
+    def visit(self, rows: Rows, visitor: Visitor[T]) -> list[T]:
+        """Let a visitor read and change the records of `rows`; see `InPlace.visit`.
+
+        They are brought together block by block, and what the visitor has made of a block is put back once it
+        has returned.
+        """
+        self._writable_arrays()
+        return self._in_blocks(rows, visitor, changing=True)
+
+    def restore(self, rows: Rows, images: Words) -> None:
+        """Put back words that were read from the records of `rows`, checksums included."""
+        self._writable_arrays()
+        self._mapped_pieces().restore(rows, images)
 
     def reserve(self, rows: Rows) -> None:
         """Take the blocks under `rows` that have none; nothing is done for files that have all of theirs.
@@ -229,7 +253,10 @@ class ZarrBackend:
         Raises:
             OSError: the device has refused; what it refused may not be written again by a later flush.
         """
-        for array in self._all_arrays():
+        arrays = self._all_arrays()
+        if self._pieces is not None:
+            self._pieces.note_changes()
+        for array in arrays:
             array.flush()
         if not self._tree_synced:
             sync_tree(self._path, iter(()))
@@ -250,7 +277,7 @@ class ZarrBackend:
 
     def _release(self) -> None:
         arrays = [*self._arrays, *([] if self._checksums is None else [self._checksums])]
-        self._arrays, self._checksums = [], None
+        self._arrays, self._checksums, self._pieces = [], None, None
         for array in arrays:
             array.release()
 
@@ -274,6 +301,25 @@ class ZarrBackend:
             self._checksums = MappedArray(
                 self._path, description["id"], layout, len(self._arrays), 0, writable=writable, sparse=sparse
             )
+        if self._words:
+            self._pieces = MappedPieces(self._all_arrays())
+
+    def _in_blocks(self, rows: Rows, visitor: Visitor[T], *, changing: bool) -> list[T]:
+        pieces = self._mapped_pieces()
+        places = np.arange(len(rows)) & (pieces.block - 1)
+        checked = factors(self._dtype.itemsize // 4 if self._checksums is not None else 0)
+
+        def work(records: Words, begin: int, end: int) -> T:
+            return visitor(records, checked, places, begin, end)
+
+        def run(start: int, stop: int) -> list[T]:
+            return self._reads.read(
+                rows[start:stop],
+                self._announce,
+                lambda: pieces.visit(rows, start, stop, work, changing=changing),
+            )
+
+        return [result for results in run_slices(run, len(rows)) for result in results]
 
     def _gather(self, rows: Rows, records: Records) -> None:
         if self._gather_marked(rows, records):
@@ -321,6 +367,19 @@ class ZarrBackend:
                 f"the table {str(self._path)!r} was closed: open the state directory again"
             )
         return self._arrays
+
+    def _writable_arrays(self) -> list[MappedArray]:
+        arrays = self._open_arrays()
+        if not self._writable:
+            raise OSError(
+                errno.EROFS, f"the table {str(self._path)!r} was opened for reading: open it writable"
+            )
+        return arrays
+
+    def _mapped_pieces(self) -> MappedPieces:
+        self._open_arrays()
+        assert self._pieces is not None, "a table that has an update rule holds words alone"
+        return self._pieces
 
     def _announce(self, rows: Rows) -> None:
         for array in self._all_arrays():

@@ -59,7 +59,7 @@ def _matches(image: Words, width: int, factors: Words) -> bool:
 
 def copy_weights(
     table: Words,
-    rows: Rows,
+    places: Rows,
     layout: WordLayout | PackedLayout,
     factors: Words,
     unwritten: int,
@@ -72,7 +72,7 @@ def copy_weights(
 
     Args:
         table: See `dsa.kernels.visiting.Visit`, likewise the others that are there.
-        rows: ``(U,)`` int64, the places.
+        places: ``(U,)`` int64.
         layout: Where the fields are.
         factors: Of the checksum.
         unwritten: What becomes of a record that was never written.
@@ -85,13 +85,13 @@ def copy_weights(
         The first position whose record can't be used, or -1, and how many were left out.
     """
     copy = _copy_weights if isinstance(layout, WordLayout) else _copy_packed_weights
-    return copy(table, rows, layout, factors, unwritten, weights, fresh, start, stop)  # type: ignore[arg-type]
+    return copy(table, places, layout, factors, unwritten, weights, fresh, start, stop)  # type: ignore[arg-type]
 
 
 @compiled(_nrt=False)
 def _copy_weights(
     table: Words,
-    rows: Rows,
+    places: Rows,
     layout: WordLayout,
     factors: Words,
     unwritten: int,
@@ -102,8 +102,8 @@ def _copy_weights(
 ) -> tuple[int, int]:
     left_out = 0
     for p in range(start, stop):
-        _ask_for_row(table, rows, p, stop, layout.s + 2)
-        record = table[rows[p]]
+        _ask_for_row(table, places, p, stop, layout.s + 2)
+        record = table[places[p]]
         state = judge(record, layout, factors, unwritten)
         if state == FRESH:
             fresh[start + left_out] = p
@@ -120,7 +120,7 @@ def _copy_weights(
 @compiled(_nrt=False)
 def _copy_packed_weights(
     table: Words,
-    rows: Rows,
+    places: Rows,
     layout: PackedLayout,
     factors: Words,
     unwritten: int,
@@ -132,8 +132,8 @@ def _copy_packed_weights(
     left_out, dim = 0, weights.shape[1]
     first, paired = layout.fields[0, 0], layout.fields[0, 3]  # those of the weight
     for p in range(start, stop):
-        _ask_for_row(table, rows, p, stop, layout.s + 2)
-        record = table[rows[p]]
+        _ask_for_row(table, places, p, stop, layout.s + 2)
+        record = table[places[p]]
         state = judge_packed(record, layout, factors, unwritten)
         if state == FRESH:
             fresh[start + left_out] = p
@@ -151,7 +151,7 @@ def _copy_packed_weights(
 
 
 @inlined
-def _ask_for_row(table: Words, rows: Rows, p: int, stop: int, width: int) -> None:
+def _ask_for_row(table: Words, places: Rows, p: int, stop: int, width: int) -> None:
     if p + AHEAD < stop:
         for column in range(0, width, LINE_WORDS):
-            prefetch_word(table, rows[p + AHEAD], column)  # type: ignore[call-arg]
+            prefetch_word(table, places[p + AHEAD], column)  # type: ignore[call-arg]

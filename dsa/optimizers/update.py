@@ -51,10 +51,10 @@ def update_in_place(
     update, constants = _pass_of(table, options, stamp)
     count, dim = len(rows), table.dim
     visit = Visit(
-        table=images.words,  # another one in each slice
+        table=images.words,  # another one in each stretch
         weights=np.empty((0, dim), np.float32) if weights is None else weights,
         layout=record_layout(table.backend.schema.dtype, tuple(table.rule.non_negative)),
-        places=rows,
+        places=rows,  # likewise
         rows=rows,
         positions=np.arange(count),
         images=images.words,
@@ -66,9 +66,9 @@ def update_in_place(
         seed=table.seed,
     )
 
-    def run(records: Words, factors: Words, start: int, stop: int) -> StepReport:
+    def run(records: Words, factors: Words, places: Rows, start: int, stop: int) -> StepReport:
         scratch = make_scratch(dim, visit.layout)
-        mine = visit._replace(table=records, factors=factors)
+        mine = visit._replace(table=records, factors=factors, places=places)
         bad, left_out = update(mine, gradients, constants, scratch, start, stop)
         if left_out and bad < 0:
             given = _first_records(table, mine, mine.fresh[start : start + left_out].copy())

@@ -236,16 +236,16 @@ def _copy_weights(table: Table, mapped: InPlace, rows: Rows, weights: Weights) -
     fresh, unwritten = np.empty(len(rows), np.int64), unwritten_rows(table)
     table.rows_read += len(rows)
 
-    def copy(records: Words, factors: Words, start: int, stop: int) -> int:
+    def copy(records: Words, factors: Words, places: Rows, start: int, stop: int) -> int:
         bad, left_out = copy_weights(
-            records, rows, layout, factors, unwritten, weights.view(np.int32), fresh, start, stop
+            records, places, layout, factors, unwritten, weights.view(np.int32), fresh, start, stop
         )
         if left_out:
             positions = fresh[start : start + left_out]
             weights[positions] = read_numbers(first_records(table, rows[positions]), "w")
         return bad
 
-    bad = [each for each in mapped.visit(rows, copy) if each >= 0]
+    bad = [each for each in mapped.look(rows, copy) if each >= 0]
     if bad:
         row = rows[bad[0] : bad[0] + 1]
         raise corrupt_row(table, row, read_records(table, row), 0)

@@ -1,6 +1,7 @@
 """Steps in place and staged ones: the same batches give the same bytes, and those of other programs."""
 
 import contextlib
+import itertools
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,16 +14,23 @@ from hypothesis import strategies as st
 
 import dsa
 from dsa import DiskSparseAdam, DiskSparseRiemannianAdam, init
-from dsa.backends import Zarr
+from dsa.backends import Memmap, Zarr
 from dsa.kernels.adam import adam_step
 from dsa.kernels.poincare import riemannian_adam_step
 from dsa.rules.conventions import AdamOptions
 
-IN_PLACE = {"process": {"durability": "process"}, "none": {"durability": "none"}}
+SHARDS = Zarr(shard_bytes=1024)
+IN_PLACE = {
+    "process": {"durability": "process"},
+    "none": {"durability": "none"},
+    "zarr": {"backend": SHARDS},
+    "zarr, none": {"backend": SHARDS, "durability": "none"},
+}
 STAGED = {
     "power": {"durability": "power"},
     "queue": {"async_writes": True},
-    "zarr": {"backend": "zarr"},
+    "zarr, power": {"backend": SHARDS, "durability": "power"},
+    "zarr, queue": {"backend": SHARDS, "async_writes": True},
     "zstd": {"backend": Zarr(compression="zstd", shard_bytes=4096)},
 }
 WAYS = IN_PLACE | STAGED
@@ -50,9 +58,10 @@ def workspace():
         shutil.rmtree(path)
 
 
-def build(path, source, way, second_moment="coordinate", k=0.0):
+def build(path, source, way, second_moment="coordinate", k=0.0, **options):
+    options = WAYS[way] | options
     optimizer = DiskSparseRiemannianAdam(
-        {"table": source}, lr=0.05, k=k, disk_dir=path, second_moment=second_moment, **WAYS[way]
+        {"table": source}, lr=0.05, k=k, disk_dir=path, second_moment=second_moment, **options
     )
     table = optimizer._state.tables["table"]
     assert optimizer._state.can_be_in_place([table]) == (way in IN_PLACE)
@@ -107,16 +116,14 @@ def test_the_same_bytes_on_any_number_of_threads(tmp_path, second_moment, k, dim
         ids = rng.integers(0, rows * (number + 1) // 3, 7_000)
         ids[1_000:1_600] = ids[0]
         batches.append((ids, rng.normal(size=(len(ids), dim)).astype(np.float32)))
-    found = {}
-    for way in ("process", "none", "power"):
+    found, kinds = {}, {"memmap": Memmap(), "zarr": Zarr(shard_bytes=1 << 16)}
+    for way, kind in itertools.product(("process", "none", "power"), kinds):
         for count in (1, 2, 4):
-            with (
-                threads(count),
-                build(tmp_path / f"{way}{count}", source, way, second_moment, k) as optimizer,
-            ):
+            path, options = tmp_path / f"{way} {kind} {count}", {"backend": kinds[kind]}
+            with threads(count), build(path, source, way, second_moment, k, **options) as optimizer:
                 for batch in batches:
                     optimizer.step({"table": batch})
-                found[way, count] = records_of(optimizer)
+                found[way, kind, count] = records_of(optimizer)
     assert len(set(found.values())) == 1, {each: hash(records) for each, records in found.items()}
 
 

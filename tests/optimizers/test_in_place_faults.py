@@ -12,7 +12,7 @@ from current_files import table_file
 
 import dsa.optimizers.stepping
 from dsa import DiskSparseRiemannianAdam, init
-from dsa.backends import system
+from dsa.backends import MemmapBackend, Zarr, system
 from dsa.errors import CorruptRowError, DiskSpaceError, GradientError
 from dsa.kernels.threads import _LIMIT
 from dsa.state.journal import Journal
@@ -22,7 +22,14 @@ CURVATURES = {"left": 0.0, "right": 1.0}
 TABLES = {"left": init.Normal(ROWS, DIM, std=0.01, seed=1), "right": init.Uniform(ROWS, DIM, -0.01, 0.01)}
 LAST = ROWS - 1
 
-pytestmark = pytest.mark.parametrize("durability", ["process", "none"])
+WAYS = {
+    "process": {"durability": "process"},
+    "none": {"durability": "none"},
+    "zarr": {"durability": "process", "backend": Zarr(shard_bytes=8192)},
+    "zarr, none": {"durability": "none", "backend": Zarr(shard_bytes=8192)},
+}
+
+pytestmark = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +39,9 @@ def no_limit_is_left():
     _LIMIT.set(1)
 
 
-def build(path, durability, second_moment="coordinate"):
+def build(path, way, second_moment="coordinate"):
     optimizer = DiskSparseRiemannianAdam(
-        TABLES, lr=0.05, k=CURVATURES, disk_dir=path, durability=durability, second_moment=second_moment
+        TABLES, lr=0.05, k=CURVATURES, disk_dir=path, second_moment=second_moment, **WAYS[way]
     )
     assert optimizer._state.can_be_in_place(list(optimizer._state.tables.values()))
     return optimizer
@@ -62,7 +69,13 @@ def content(path, optimizer):
     if journal is not None:
         journal.sync()
         counts += [journal.open_entry() is None, journal._draft is None, journal._slot.last]
-    return [table_file(path, name).read_bytes()[system.PAGE :] for name in TABLES], counts
+    return [_bytes(path, name, state.tables[name].backend) for name in TABLES], counts
+
+
+def _bytes(path, name, backend):
+    if isinstance(backend, MemmapBackend):
+        return table_file(path, name).read_bytes()[system.PAGE :]
+    return b"".join(shard.tobytes() for array in backend._all_arrays() for shard in array.shards)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -74,9 +87,9 @@ def threads(request):
 
 
 @pytest.fixture
-def pair(tmp_path, durability, threads):
+def pair(tmp_path, way, threads):
     """Two optimizers that have taken the same steps; one is to meet a fault."""
-    with build(tmp_path / "state", durability) as optimizer, build(tmp_path / "plain", durability) as plain:
+    with build(tmp_path / "state", way) as optimizer, build(tmp_path / "plain", way) as plain:
         for each in (optimizer, plain):
             for number in range(3):
                 each.step(batch(number))
@@ -136,7 +149,7 @@ def test_an_update_that_overflows(tmp_path, pair, name, row):
     "damage", ["negative counter", "negative moment", "no number", "checksum", "torn stamp"]
 )
 @pytest.mark.parametrize("name", TABLES)
-def test_a_record_that_is_damaged(tmp_path, pair, name, damage):
+def test_a_record_that_is_damaged(tmp_path, pair, way, name, damage):
     """It lies behind all others, so that these have changed by then."""
     rows = np.array([LAST])
     for optimizer in pair:
@@ -153,17 +166,18 @@ def test_a_record_that_is_damaged(tmp_path, pair, name, damage):
             records["s"] = -1
         backend.write(rows, records)
         if damage == "checksum":
-            backend._open_table()[LAST, 0] ^= 1 << 20
+            words = backend._open_table() if way in ("process", "none") else backend._arrays[0].shards[-1]
+            words[LAST % len(words), 0] ^= 1 << 20
     require_undone(tmp_path, pair, everything(), CorruptRowError, f"row {LAST} of table {name!r}")
 
 
 @pytest.mark.parametrize("second_moment", ["coordinate", "frame", "row"])
 @pytest.mark.parametrize("field", ["w", "m", "v"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_no_rule_takes_what_is_no_number_for_one(tmp_path, durability, second_moment, field, value):
+def test_no_rule_takes_what_is_no_number_for_one(tmp_path, way, second_moment, field, value):
     """In either table, in any field: it is not overwritten by something that looks sound."""
     for name in TABLES:
-        with build(tmp_path / name, durability, second_moment) as optimizer:
+        with build(tmp_path / name, way, second_moment) as optimizer:
             optimizer.step(everything())
             backend = optimizer._state.tables[name].backend
             records = backend.read(np.array([5]))
@@ -201,12 +215,12 @@ class _Raising:
 
 @pytest.mark.parametrize("again", [0, 4, 11])
 @pytest.mark.parametrize("refused", [False, True], ids=["a step", "a step that is refused"])
-def test_interrupts_anywhere_and_in_the_undoing_too(tmp_path, durability, again, refused):
+def test_interrupts_anywhere_and_in_the_undoing_too(tmp_path, way, again, refused):
     """The next call finds a whole number of steps; what was interrupted counts or has changed nothing."""
     small = {name: (rows[:30], grad[:30]) for name, (rows, grad) in batch(1).items()}
     wrong = {name: (rows, grad.copy()) for name, (rows, grad) in small.items()}
     wrong["right"][1][-1] = np.nan
-    with build(tmp_path / "state", durability) as optimizer, build(tmp_path / "plain", durability) as plain:
+    with build(tmp_path / "state", way) as optimizer, build(tmp_path / "plain", way) as plain:
         for each in (optimizer, plain):
             each.step(small)
         with _Raising(0) as counted:
@@ -277,8 +291,8 @@ def test_an_interrupt_in_the_middle_of_an_undoing(tmp_path, pair, monkeypatch):
     assert content(tmp_path / "state", optimizer) == before
 
 
-def test_a_journal_that_has_no_room_for_the_images(tmp_path, pair, durability, monkeypatch):
-    if durability == "none":
+def test_a_journal_that_has_no_room_for_the_images(tmp_path, pair, way, monkeypatch):
+    if WAYS[way]["durability"] == "none":
         pytest.skip("there is no journal")
     optimizer, plain = pair
     wide = {name: (np.arange(ROWS), np.ones((ROWS, DIM), np.float32)) for name in TABLES}
