@@ -3,6 +3,7 @@
 The step goes over two tables; whatever is wrong in the second one undoes the first as well.
 """
 
+import contextlib
 import sys
 
 import numpy as np
@@ -223,15 +224,17 @@ def test_interrupts_anywhere_and_in_the_undoing_too(tmp_path, way, again, refuse
     with build(tmp_path / "state", way) as optimizer, build(tmp_path / "plain", way) as plain:
         for each in (optimizer, plain):
             each.step(small)
-        with _Raising(0) as counted:
-            optimizer.step(small)
-        plain.step(small)
+        updates = wrong if refused else small
+        with contextlib.suppress(GradientError), _Raising(0) as counted:
+            optimizer.step(updates)
+        if not refused:
+            plain.step(small)
         outcomes = set()
-        for at in range(1, counted.lines + 40, 5):
+        for at in range(1, counted.lines + 40, 5 if way in ("process", "none") else 19):
             before = optimizer.global_step
             try:
                 with _Raising(at, again):
-                    optimizer.step(wrong if refused else small)
+                    optimizer.step(updates)
             except (KeyboardInterrupt, GradientError) as error:
                 outcomes.add(type(error))
             optimizer.flush()
