@@ -156,7 +156,10 @@ class InPlace(Protocol):
 
     @property
     def image_words(self) -> int:
-        """Words of an image: those of a record, and of the checksum behind it where there is one."""
+        """Words of an image: those of a record, and of the checksum behind it where there is one.
+
+        None, 0, where records of this schema can't be changed in place: nothing else here is then called.
+        """
         ...
 
     def look(self, rows: Rows, visitor: Visitor[T]) -> list[T]:

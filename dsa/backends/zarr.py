@@ -187,8 +187,8 @@ class ZarrBackend:
 
     @property
     def image_words(self) -> int:
-        """Words of a record, and of its checksum."""
-        return self._mapped_pieces().words
+        """Words of a record, and of its checksum; 0 where the rows of some field are no whole words."""
+        return 0 if self._pieces is None else self._pieces.words
 
     def look(self, rows: Rows, visitor: Visitor[T]) -> list[T]:
         """Let a visitor read the records of `rows`, brought together; see `InPlace.look`."""
@@ -378,7 +378,7 @@ class ZarrBackend:
 
     def _mapped_pieces(self) -> MappedPieces:
         self._open_arrays()
-        assert self._pieces is not None, "a table that has an update rule holds words alone"
+        assert self._pieces is not None, "see `image_words`"
         return self._pieces
 
     def _announce(self, rows: Rows) -> None:

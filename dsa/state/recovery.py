@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dsa.backends import system
-from dsa.backends.base import InPlace, StateBackend
+from dsa.backends.base import StateBackend
 from dsa.backends.births import is_same_file
 from dsa.errors import StateCorruptError, StateError, StateWarning, notify
 from dsa.state.creation import make_table, start
@@ -358,9 +358,9 @@ def _undo(tables: Sequence[Table], entry: Entry) -> None:
     backends = [table.backend for table in tables]
     require_fitting(entry, backends)
     for index, rows, raw in entry.parts:
-        backend = backends[index]
-        if isinstance(backend, InPlace):
-            backend.restore(rows, np.ascontiguousarray(raw).view(np.int32))
+        backend, mapped = backends[index], tables[index].mapped
+        if mapped is not None:
+            mapped.restore(rows, np.ascontiguousarray(raw).view(np.int32))
         else:  # what only seems to be written
             size = backend.schema.dtype.itemsize
             backend.write(rows, np.ascontiguousarray(raw[:, :size]).view(backend.schema.dtype)[:, 0])

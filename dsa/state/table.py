@@ -162,7 +162,7 @@ class Table:
 
 
 def _mapped(backend: StateBackend) -> InPlace | None:
-    return backend if isinstance(backend, InPlace) else None
+    return backend if isinstance(backend, InPlace) and backend.image_words else None
 
 
 def read_records(table: Table, rows: Rows, out: Records | None = None) -> Records:

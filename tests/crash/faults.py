@@ -22,6 +22,7 @@ from unittest import mock
 
 import numpy as np
 
+import dsa.backends.mapped_pieces
 import dsa.backends.memmap
 import dsa.optimizers.update
 import dsa.state.creation
@@ -33,6 +34,7 @@ from dsa.backends.memmap import MemmapBackend
 from dsa.backends.writer import WriteBehind
 from dsa.backends.zarr import ZarrBackend
 from dsa.backends.zarr_compressed import CompressedZarrBackend
+from dsa.kernels.pieces import scatter_pieces
 from dsa.state.journal import Journal
 from dsa.state.journal_format import layout_of
 from dsa.state.state_directory import StateDirectory
@@ -47,6 +49,7 @@ POINTS = frozenset(
         "gather": ("begins", "half", "ends"),
         "kernel": ("begins", "half", "torn", "ends"),
         "restore": ("begins", "half", "torn", "ends"),
+        "pieces": ("begin", "half", "torn", "end"),
         "scatter": ("begins", "half", "torn", "ends"),
         "entry": ("begins", "header", "note", "half committed", "ends"),
         "open entry": ("begins", "header", "note", "ends"),
@@ -267,6 +270,23 @@ def _half_done(visit, q):
     record[rest] = new
 
 
+def _scattering_pieces(scatter):
+    """Let a block of records be half written, and one of them in some of its fields only."""
+
+    def wrapper(pieces, rows, records):
+        passing("pieces begin")
+        half = len(rows) // 2
+        scatter(pieces, rows[:half], records[:half])
+        passing("pieces half")
+        some = pieces._replace(first=pieces.first[:2])
+        scatter(some, rows[half : half + 1], records[half : half + 1])
+        passing("pieces torn")
+        scatter(pieces, rows[half:], records[half:])
+        passing("pieces end")
+
+    return wrapper
+
+
 def _restoring(restore):
     def wrapper(self, rows, images):
         passing("restore begins")
@@ -360,6 +380,7 @@ def points() -> Iterator[None]:
             (dsa.state.metadata, "write_atomically", _describe),
             (dsa.optimizers.update, "_pass_of", _passing(dsa.optimizers.update._pass_of)),
             (MemmapBackend, "restore", _restoring(MemmapBackend.restore)),
+            (dsa.backends.mapped_pieces, "scatter_pieces", _scattering_pieces(scatter_pieces)),
             (Journal, "create", _around_class(Journal, "create", "journal create")),
             (Journal, "open", _around_class(Journal, "open", "journal open")),
         ):
