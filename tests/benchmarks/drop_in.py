@@ -1,10 +1,11 @@
 """Two changed lines, timed: whole training steps and optimizer steps, beside torch's in one process.
 
-Run by hand: ``python tests/benchmarks/drop_in.py [--rows N] [--dim D] [--batch B] [--seconds S]``. Each of
-our loops races torch's: turns of some steps over the same batches; medians. A whole step is forward, backward
-and update of an embedding bag with one id per bag; the optimizer's step alone starts from the gradient that
-is there. Torch runs with its own number of threads and with one; the faster counts. One table on disk at a
-time, as in training: of several, each would mostly meet pages that the system has written back meanwhile.
+Run by hand: ``python tests/benchmarks/drop_in.py [--rows N] [--dim D] [--batch B] [--seconds S]
+[--optimizer adagrad]``. Each of our loops races torch's: turns of some steps over the same batches; medians.
+A whole step is forward, backward and update of an embedding bag with one id per bag; the optimizer's step
+alone starts from the gradient that is there. Torch runs with its own number of threads and with one; the
+faster counts. One table on disk at a time, as in training: of several, each would mostly meet pages that the
+system has written back meanwhile.
 """
 
 import argparse
@@ -41,30 +42,39 @@ class Loop:
             self.update.append(end - middle)
 
 
-def torch_loops(rows, dim):
+OPTIMIZERS = {
+    "adam": (torch.optim.SparseAdam, dsa.DiskSparseAdam),
+    "adagrad": (torch.optim.Adagrad, dsa.DiskSparseAdagrad),
+}
+
+
+def torch_loops(rows, dim, rule):
     """Return torch's loop with its own number of threads and with one."""
     bag = torch.nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.zeros(rows, dim))
-    adam = torch.optim.SparseAdam(list(bag.parameters()), lr=0.001)
-    what = "EmbeddingBag + SparseAdam in RAM"
+    optimizer = OPTIMIZERS[rule][0](list(bag.parameters()), lr=0.001)
+    what = f"EmbeddingBag + {type(optimizer).__name__} in RAM"
     return [
-        Loop(what, bag, adam, torch.get_num_threads()),
-        Loop(f"{what}, one thread", bag, adam, 1),
+        Loop(what, bag, optimizer, torch.get_num_threads()),
+        Loop(f"{what}, one thread", bag, optimizer, 1),
     ]
 
 
-def disk_state(folder, rows, dim):
+def disk_state(folder, rows, dim, rule):
     """Return the loop with weights in RAM and the optimizer's state on disk."""
     held = torch.nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.zeros(rows, dim))
-    optimizer = dsa.DiskSparseAdam(held.parameters(), lr=0.001, state_dir=folder)
-    return Loop("EmbeddingBag + DiskSparseAdam", held, optimizer, torch.get_num_threads())
+    optimizer = OPTIMIZERS[rule][1](held.parameters(), lr=0.001, state_dir=folder)
+    what = f"EmbeddingBag + {type(optimizer).__name__}"
+    return Loop(what, held, optimizer, torch.get_num_threads())
 
 
-def disk_table(folder, rows, dim, durability):
+def disk_table(folder, rows, dim, rule, durability):
     """Return the loop with everything on disk."""
     zeros = dsa.init.Zeros(rows, dim)
-    bag = dsa.DiskEmbeddingBag(rows, dim, mode="sum", init=zeros, state_dir=folder, durability=durability)
-    optimizer = dsa.DiskSparseAdam(bag.parameters(), lr=0.001)
-    what = f"DiskEmbeddingBag + DiskSparseAdam, {durability!r}"
+    bag = dsa.DiskEmbeddingBag(
+        rows, dim, mode="sum", init=zeros, state_dir=folder, state=rule, durability=durability
+    )
+    optimizer = OPTIMIZERS[rule][1](bag.parameters(), lr=0.001)
+    what = f"DiskEmbeddingBag + {type(optimizer).__name__}, {durability!r}"
     return Loop(what, bag, optimizer, torch.get_num_threads())
 
 
@@ -83,13 +93,15 @@ def main():
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=2_048)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--directory", type=Path, default=None, help="where the tables are made")
     chosen = parser.parse_args()
     print(f"{chosen.rows:,} x {chosen.dim}, B = {chosen.batch:,}, torch {torch.__version__}")
     print(f"{'':50} {'whole step':>18} {'optimizer step':>18}")
     for make in OURS:
         with tempfile.TemporaryDirectory(dir=chosen.directory) as folder:
-            torchs, ours = torch_loops(chosen.rows, chosen.dim), make(folder, chosen.rows, chosen.dim)
+            sizes = chosen.rows, chosen.dim, chosen.optimizer
+            torchs, ours = torch_loops(*sizes), make(folder, *sizes)
             race([*torchs, ours], chosen)
             ours.optimizer.close()
         report(torchs, ours)
