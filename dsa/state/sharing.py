@@ -6,6 +6,7 @@ in it. Whoever comes first opens it and its options hold; whoever comes later ge
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Sequence
@@ -53,8 +54,8 @@ def join_tables(
     """
     directory = local_directory(directory)
     path = os.path.realpath(directory)
-    state = _SHARED.get(path)
-    if state is None or not state.is_open:
+    state = _open_state(path, specs, resume)
+    if state is None:
         state = open_directory(directory, specs, resume, choice.complete(), exact=False)
         state.resume = resume
         _SHARED[path] = state
@@ -69,6 +70,27 @@ def join_tables(
         return state, _claim(state, specs, user)
 
 
+def _open_state(path: str, specs: Sequence[TableSpec], resume: bool | None) -> StateDirectory | None:
+    """Return the state of a directory if it is open, and somebody uses it or it may go on as it is.
+
+    What was only dropped, as when a notebook's cell is run again, must not block whoever comes next.
+    """
+    state = _SHARED.get(path)
+    if state is not None and (state.resume != resume or any(spec.name in state.users for spec in specs)):
+        del state  # or it would not go
+        gc.collect()
+        state = _SHARED.get(path)
+    if state is None or not state.is_open:
+        return None
+    if state.resume != resume and not state.users:
+        if resume is False:
+            state.close()
+            return None
+        if resume:
+            state.resume = True
+    return state
+
+
 def check_resume(state: StateDirectory, resume: bool | None) -> None:
     """Check an option against the one that an open directory was opened with.
 
@@ -78,7 +100,8 @@ def check_resume(state: StateDirectory, resume: bool | None) -> None:
     if resume != state.resume:
         raise ValueError(
             f"resume={resume!r} differs from resume={state.resume!r}, with which {str(state.path)!r} was "
-            "opened: pass the same to all that share it"
+            f"opened by what holds its tables {sorted(state.users)} in this process: pass the same to all "
+            "that share it, or call close() on that"
         )
 
 
@@ -108,9 +131,10 @@ def _claim(state: StateDirectory, specs: Sequence[TableSpec], user: object) -> l
     for spec in specs:
         if spec.name in state.users:
             raise ValueError(
-                f"the table name {spec.name!r} is taken in {str(state.path)!r}: give each module a name= of "
-                "its own; an optimizer that was built earlier over the same parameters has to be closed "
-                "first"
+                f"the table name {spec.name!r} is taken in {str(state.path)!r} by a "
+                f"{type(state.users[spec.name]).__name__} of this process that was built earlier, such as by "
+                "a notebook's cell that was run before: call close() on it and pass resume=True to go on with "
+                "its table, or give each module a name= of its own"
             )
     tables = [_table(state, spec) for spec in specs]
     for spec in specs:

@@ -394,3 +394,58 @@ def test_a_child_forked_while_another_thread_holds_the_state_can_close(make):
     done.set()
     thread.join()
     assert text == "closed"
+
+
+def test_d25_a_cell_that_is_run_again_is_told_who_holds_the_table_and_how_to_let_go(make):
+    embedding = make.disk(4, 2, 0.5)
+    optimizer = make.adam(embedding)
+    step(embedding, optimizer, [1])
+    trained = row(embedding, 1)
+    with pytest.raises(ValueError, match=r"is taken .* by a DiskEmbedding of this process.*: call close\(\)"):
+        make.disk(4, 2, 0.5)
+    with pytest.raises(ValueError, match=r"resume=True differs .* call close\(\) on that"):
+        make.disk(4, 2, 0.5, resume=True)
+    embedding.close()
+    embedding = make.disk(4, 2, 0.5, resume=True)
+    assert row(embedding, 1) == trained
+
+
+def dropped(make, **options):
+    """Build and drop a module; a cycle keeps what was dropped until somebody collects it."""
+    embedding = DiskEmbedding(4, 2, init=init.Zeros(4, 2), state_dir=make.directory(), **options)
+    embedding.set_rows(torch.tensor([1]), torch.ones(1, 2))
+    embedding.itself = [embedding]
+
+
+@pytest.mark.filterwarnings("ignore:the state directory .* was never closed:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_d25_what_was_dropped_does_not_block(make):
+    gc.disable()
+    try:
+        dropped(make)
+        embedding = make.disk(4, 2, resume=True)
+    finally:
+        gc.enable()
+    assert row(embedding, 1) == [1.0, 1.0]
+
+
+def test_d25_resume_true_takes_over_what_only_an_optimizer_holds(make):
+    embedding = DiskEmbedding(4, 2, init=init.Zeros(4, 2), state_dir=make.directory())
+    optimizer = make.adam(embedding)
+    step(embedding, optimizer, [1])
+    trained = row(embedding, 1)
+    del embedding
+    again = make.disk(4, 2, resume=True)
+    assert row(again, 1) == trained
+
+
+def test_d25_starting_over_closes_what_only_an_optimizer_holds(make):
+    embedding = DiskEmbedding(4, 2, init=init.Zeros(4, 2), state_dir=make.directory())
+    optimizer = make.adam(embedding)
+    step(embedding, optimizer, [1])
+    del embedding
+    with pytest.warns(StateWarning, match="resume=False replaces"):
+        again = make.disk(4, 2, resume=False)
+    assert row(again, 1) == [0.0, 0.0]
+    with pytest.raises(StateClosedError):
+        optimizer.flush()
