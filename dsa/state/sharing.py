@@ -133,8 +133,8 @@ def _claim(state: StateDirectory, specs: Sequence[TableSpec], user: object) -> l
             raise ValueError(
                 f"the table name {spec.name!r} is taken in {str(state.path)!r} by a "
                 f"{type(state.users[spec.name]).__name__} of this process that was built earlier, such as by "
-                "a notebook's cell that was run before: call close() on it and pass resume=True to go on with "
-                "its table, or give each module a name= of its own"
+                "a notebook's cell that was run before: call close() on it and pass resume=True to go on "
+                "with its table, or give each module a name= of its own"
             )
     tables = [_table(state, spec) for spec in specs]
     for spec in specs:
