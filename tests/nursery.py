@@ -197,7 +197,9 @@ def _serve(requests: socket.socket) -> dict[str, object] | None:
                 if received is None:
                     return None
                 request, link, descriptors = received
-                child = os.fork()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: numpy has threads
+                    child = os.fork()
                 if child == 0:
                     for each in list(waiting.get_map().values()):
                         if each.fileobj is not requests:
