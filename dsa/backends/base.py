@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeVar, final, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar, final, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -18,9 +18,22 @@ from dsa.backends.mapping import Allocate
 from dsa.kernels.layout import Words
 from dsa.schema import Records, Rows, Schema
 
-__all__ = ["InPlace", "Layout", "Sizes", "Source", "Sparse", "StateBackend", "Visitor"]
+__all__ = [
+    "GROWING",
+    "Growing",
+    "InPlace",
+    "Layout",
+    "Sizes",
+    "Source",
+    "Sparse",
+    "StateBackend",
+    "Visitor",
+]
 
 T = TypeVar("T")
+
+GROWING: Final = "growing"
+"""Key of the description of a table whose growth may have been interrupted: it may hold more than it says."""
 
 
 class StateBackend(Protocol):
@@ -195,6 +208,51 @@ class InPlace(Protocol):
 
         Raises:
             OSError: the table was opened for reading only (EROFS).
+        """
+        ...
+
+
+@runtime_checkable
+class Growing(Protocol):
+    """A backend that can have more rows without being made anew; it is one beside being a `StateBackend`.
+
+    Rows that are there stay where they are, and arrays that were handed out stay usable. Whoever holds the
+    backend makes room, says durably how many rows there are from now on, and only then uses them: *rows* in a
+    description is how many there were when it was written.
+
+    An interrupted growth leaves more than the description names. `open` and `look` take it, whatever it
+    holds, where the description has `GROWING`; nobody ever reads it. `close` lets it go.
+    """
+
+    def make_room(self, rows: int) -> bool:
+        """Take what more rows need; how many there are doesn't change.
+
+        For as many as there are it makes later growth cheaper, where that can be.
+
+        Args:
+            rows: How many there is to be room for, fresh ones at the end.
+
+        Returns:
+            Whether the table can be so large as it is made; else nothing has changed, and it has to be made
+            anew.
+
+        Raises:
+            DiskSpaceError: there is not enough room; the rows are as they were.
+            OSError: the file system can't hold such a table; likewise.
+        """
+        ...
+
+    def adopt_rows(self, rows: int) -> None:
+        """Have so many rows, as `len` and `describe` tell, once the device holds them.
+
+        Nobody else may be calling. It is taken back by the same call with the number before, as long as none
+        of the new rows was written.
+
+        Args:
+            rows: How many, for which there is room.
+
+        Raises:
+            OSError: the device has refused, as in `StateBackend.flush`; there are as many as before.
         """
         ...
 

@@ -83,6 +83,11 @@ class ChunkCache:
         # Weak: what an interrupt leaves behind is not held for ever.
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 
+    def extend(self, chunks: int) -> None:
+        """Take in that the table has so many chunks; those that are held stay."""
+        more = np.full(max(0, chunks - len(self._slot_of)), _NOWHERE, np.int32)
+        self._slot_of = np.concatenate([self._slot_of, more])
+
     def find(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the slots of chunks, -1 for those that are not here."""
         return self._slot_of[chunks].astype(np.int64)

@@ -27,6 +27,7 @@ from dsa.backends.chunk_cache import run_bounds
 from dsa.backends.shards.encoding import decode_chunk, encode_chunk, index_bytes, place_index, read_index
 from dsa.backends.shards.layout import ArrayLayout
 from dsa.backends.zarr_group import LABEL_BYTES, corrupt, shard_files, shard_label
+from dsa.backends.zarr_growth import remove_rest
 from dsa.errors import StateCorruptError
 from dsa.kernels.checksums import factors
 from dsa.kernels.columns import Units, scatter_column, sum_column, unit_of, units_of
@@ -34,7 +35,7 @@ from dsa.kernels.layout import Words
 from dsa.kernels.threads import run_slices
 from dsa.schema import TORN, Rows
 
-__all__ = ["CompressedArray", "Replacement", "make_empty_shards"]
+__all__ = ["CompressedArray", "Replacement", "make_empty_shards", "mark_torn", "sums_of"]
 
 _Identity = tuple[int, int, int, int]
 
@@ -115,6 +116,36 @@ class CompressedArray:
     def files(self) -> Iterator[Path]:
         """The shards' files."""
         return iter(self._files)
+
+    def extend(self, layout: ArrayLayout) -> None:
+        """Make the shards that a longer array has more, all of whose chunks are absent.
+
+        Args:
+            layout: How it is cut.
+
+        Raises:
+            OSError: the system refuses; nothing has changed.
+        """
+        shards, files = self.layout.shards, shard_files(self._table, layout)
+        try:
+            make_empty_shards(self._table, self._identity, layout, self._field, shards)
+        except BaseException:
+            for file in files[shards:]:
+                file.unlink(missing_ok=True)
+            raise
+        self._places += [None] * (layout.shards - shards)
+        self.layout, self._files = layout, files
+
+    def shorten(self, layout: ArrayLayout) -> None:
+        """Let go of shards that are nobody's.
+
+        Args:
+            layout: How the shorter array is cut.
+        """
+        remove_rest(self._table, layout)
+        self.layout, self._files = layout, shard_files(self._table, layout)
+        del self._places[layout.shards :]
+        self._unsynced = {shard for shard in self._unsynced if shard < layout.shards}
 
     def decode(self, chunks: NDArray[np.int64], blocks: list[Units], lock: threading.Lock) -> list[int]:
         """Decompress chunks into blocks of rows.
@@ -291,6 +322,32 @@ class CompressedArray:
         return _Places(identity, np.stack([np.cumsum(lengths) - lengths, lengths], axis=1))
 
 
+def sums_of(arrays: Sequence[CompressedArray], records: NDArray[Any]) -> Words:
+    """Return the checksums of records, all of whose fields are given."""
+    sums = np.zeros(len(records), np.int32)
+    for array in arrays:
+        array.add_to(sums, units_of(records, array.unit), array.column)
+    return sums
+
+
+def mark_torn(arrays: Sequence[CompressedArray], fields: Sequence[Units], stamp: int) -> bool:
+    """Mark the rows that don't match their checksums, and tell whether there are any.
+
+    Args:
+        arrays: The fields' arrays.
+        fields: The rows of each field, and after them the checksums.
+        stamp: Which of the fields is the stamp.
+    """
+    sums = np.zeros(len(fields[0]), np.int32)
+    for array, field in zip(arrays, fields, strict=False):
+        array.add_to(sums, field)
+    torn = sums != fields[-1][:, 0]
+    found = bool(torn.any())
+    if found:
+        fields[stamp][torn] = TORN
+    return found
+
+
 def _identity(file: int) -> _Identity:
     status = os.fstat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -312,7 +369,7 @@ def _write_synced(path: Path, data: bytes) -> _Identity:
         os.close(file)
 
 
-def make_empty_shards(table: Path, identity: str, layout: ArrayLayout, field: int) -> None:
+def make_empty_shards(table: Path, identity: str, layout: ArrayLayout, field: int, first: int = 0) -> None:
     """Make the files of an array, all of whose chunks are absent: a file that is missing is damage.
 
     Args:
@@ -320,8 +377,9 @@ def make_empty_shards(table: Path, identity: str, layout: ArrayLayout, field: in
         identity: The table's id.
         layout: How the array is cut.
         field: The field's place in the record.
+        first: The first shard to be made.
     """
     index = place_index([0] * layout.chunks_per_shard)
-    for shard, path in enumerate(shard_files(table, layout)):
+    for shard, path in enumerate(shard_files(table, layout)[first:], first):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(shard_label(identity, field, shard) + index)

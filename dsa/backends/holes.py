@@ -83,13 +83,20 @@ class Holes:
 
     Args:
         path: The file.
-        mapping: All of it.
+        mapping: All of it, and perhaps more than there is.
+        size: Bytes of the file.
     """
 
-    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+    def __init__(self, path: Path, mapping: mmap.mmap, size: int) -> None:
         self._path = path
-        self._mapping = mapping
-        self._filled = np.zeros(-(-len(mapping) // _PAGE), np.bool_)
+        self._filled = np.zeros(0, np.bool_)
+        self.follow(mapping, size)
+
+    def follow(self, mapping: mmap.mmap, size: int) -> None:
+        """Take in that the file was lengthened, and is mapped so from now on."""
+        self._mapping, self._size = mapping, size
+        more = -(-size // _PAGE) - len(self._filled)
+        self._filled = np.concatenate([self._filled, np.zeros(more, np.bool_)])
 
     def under(self, starts: Rows, length: int) -> NDArray[np.bool_]:
         """Tell of stretches of the file whether some of their pages may be holes.
@@ -124,7 +131,7 @@ class Holes:
         cuts = np.flatnonzero(np.diff(pages) != 1) + 1
         for run in np.split(pages, cuts) if len(pages) else ():
             begin = int(run[0]) * _PAGE
-            length = min(len(self._mapping), (int(run[-1]) + 1) * _PAGE) - begin
+            length = min(self._size, (int(run[-1]) + 1) * _PAGE) - begin
             if not self._populate(begin, length):
                 self._allocate(begin, length, _own_places(run, starts))
             self._filled[run] = True
@@ -158,11 +165,11 @@ class Holes:
     def _require_whole(self, file: int) -> None:
         # Asking for blocks beyond its end would make a file that was cut as long again, with zeros.
         size = os.fstat(file).st_size
-        if size < len(self._mapping):
+        if size < self._size:
             raise OSError(
                 errno.EIO,
                 f"the table file {str(self._path)!r} was truncated while it was open, {size:,} bytes instead "
-                f"of {len(self._mapping):,}: restore it from a copy",
+                f"of {self._size:,}: restore it from a copy",
             )
 
 

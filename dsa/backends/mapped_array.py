@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from dsa.backends import system
 from dsa.backends.cold_reads import page_runs
-from dsa.backends.holes import Holes
+from dsa.backends.holes import Holes, written_stretches
 from dsa.backends.mapping import map_file, opened
+from dsa.backends.room import reserve_range
 from dsa.backends.shards.encoding import index_bytes, raw_index
 from dsa.backends.shards.layout import ArrayLayout
 from dsa.backends.zarr_group import LABEL_BYTES, corrupt, shard_files, shard_label
+from dsa.backends.zarr_growth import remove_rest
 from dsa.kernels.checksums import factors
 from dsa.kernels.columns import (
     Units,
@@ -71,14 +73,14 @@ class MappedArray:
         sparse: bool,
         units: int = 0,
     ) -> None:
+        self._table, self._identity, self._field = table, identity, field
         self._layout = layout
         self._unit = unit_of(layout.spec.row_bytes)
         self._column = offset // self._unit.itemsize
         self.width = layout.spec.row_bytes // self._unit.itemsize
         self._factors = factors(units + self.width)[units:]
         self._sparse = sparse
-        self._bounds = np.arange(layout.shards + 1) * layout.shard_rows
-        self._files = shard_files(table, layout)
+        self._follow(layout)
         self._writable = writable
         # What a process before this one has written may be in the page cache only.
         self._unsynced = set(range(layout.shards)) if writable else set()
@@ -87,7 +89,7 @@ class MappedArray:
         self._holes: list[Holes | None] = []
         try:
             for shard in range(layout.shards):
-                self._map(table, shard_label(identity, field, shard), shard)
+                self._map(shard)
         except BaseException:
             self.release()
             raise
@@ -183,8 +185,71 @@ class MappedArray:
             with contextlib.suppress(BufferError):
                 mapping.close()
 
-    def _map(self, table: Path, label: bytes, shard: int) -> None:
-        layout = self._layout
+    def extend(self, layout: ArrayLayout) -> None:
+        """Take room for more rows: the rest of the last shard, and new ones.
+
+        Args:
+            layout: How the longer array is cut.
+
+        Raises:
+            DiskSpaceError: there is not enough room; nothing has changed.
+            OSError: the system refuses; likewise.
+        """
+        former, shards = self._layout, self._layout.shards
+        files = shard_files(self._table, layout)
+        try:
+            if not self._sparse:
+                first = int(self._bounds[shards - 1])
+                used, wanted = (min(each.spec.rows - first, each.shard_rows) for each in (former, layout))
+                length = layout.spec.row_bytes
+                with opened(files[shards - 1], os.O_RDWR) as file:
+                    reserve_range(file, used * length, wanted * length, str(self._table.parent))
+            for file_left in files[shards:]:
+                file_left.unlink(missing_ok=True)  # by an interrupted growth
+            make_shards(
+                self._table, self._identity, layout, self._field, reserve=not self._sparse, first=shards
+            )
+            self._follow(layout)
+            for shard in range(shards, layout.shards):
+                self._map(shard)
+        except BaseException:
+            self._follow(former)
+            del self._mappings[shards:], self._shards[shards:], self._holes[shards:]
+            for file_made in files[shards:]:
+                file_made.unlink(missing_ok=True)
+            raise
+        self._unsynced.update(range(shards, layout.shards))
+
+    def shorten(self, layout: ArrayLayout) -> None:
+        """Let go of rows that are nobody's: whole shards, and what the last one holds.
+
+        Args:
+            layout: How the shorter array is cut.
+        """
+        shards = layout.shards
+        remove_rest(self._table, layout)
+        self._follow(layout)
+        self._unsynced.difference_update(range(shards, max(self._unsynced, default=0) + 1))
+        del self._mappings[shards:], self._shards[shards:], self._holes[shards:]
+        used = (layout.spec.rows - int(self._bounds[shards - 1])) * layout.spec.row_bytes
+        mapping = self._mappings[-1]
+        for start, stop in written_stretches(self._files[-1], used):
+            if start < layout.shard_bytes:
+                mapping[start : min(stop, layout.shard_bytes)] = bytes(min(stop, layout.shard_bytes) - start)
+        system.sync_mapped(mapping, self._files[-1])
+
+    def files_from(self, row: int) -> list[Path]:
+        """Return the files of the shards that begin at a row or behind it."""
+        return self._files[-(-row // self._layout.shard_rows) :]
+
+    def _follow(self, layout: ArrayLayout) -> None:
+        self._layout = layout
+        self._bounds = np.arange(layout.shards + 1) * layout.shard_rows
+        self._files = shard_files(self._table, layout)
+
+    def _map(self, shard: int) -> None:
+        layout, table = self._layout, self._table
+        label = shard_label(self._identity, self._field, shard)
         path, where = self._files[shard], f"shard {shard} of its field {self._layout.spec.name!r}"
         expected = _file_bytes(layout)
         try:
@@ -207,7 +272,7 @@ class MappedArray:
         # The rows beyond the array's end are never touched.
         units = np.frombuffer(mapping, self._unit, layout.shard_bytes // self._unit.itemsize)
         self._shards.append(units.reshape(layout.shard_rows, -1))
-        self._holes.append(Holes(path, mapping) if self._writable and not whole else None)
+        self._holes.append(Holes(path, mapping, size) if self._writable and not whole else None)
 
     def _needed_bytes(self, shard: int) -> int:
         """Return what a shard occupies whose rows all have blocks: of the last one, some rows are no rows."""
@@ -243,7 +308,9 @@ def _file_bytes(layout: ArrayLayout) -> int:
     return layout.shard_bytes + LABEL_BYTES + index_bytes(layout.chunks_per_shard)
 
 
-def make_shards(table: Path, identity: str, layout: ArrayLayout, field: int, *, reserve: bool) -> None:
+def make_shards(
+    table: Path, identity: str, layout: ArrayLayout, field: int, *, reserve: bool, first: int = 0
+) -> None:
     """Make the files of an array, all of whose rows are zero.
 
     Args:
@@ -252,12 +319,13 @@ def make_shards(table: Path, identity: str, layout: ArrayLayout, field: int, *, 
         layout: How the array is cut.
         field: The field's place in the record.
         reserve: Whether the rows' blocks are allocated now; otherwise each is when it is first written.
+        first: The first shard to be made.
 
     Raises:
         DiskSpaceError: there is not enough room.
     """
-    left = layout.spec.rows * layout.spec.row_bytes
-    for shard, path in enumerate(shard_files(table, layout)):
+    left = layout.spec.rows * layout.spec.row_bytes - first * layout.shard_bytes
+    for shard, path in enumerate(shard_files(table, layout)[first:], first):
         path.parent.mkdir(parents=True, exist_ok=True)
         with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
             if reserve:

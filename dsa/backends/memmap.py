@@ -8,9 +8,9 @@ row of 128 elements costs 10.3 KiB of reading, with one record 5.1 KiB.
 bytes (128 elements) touches 1.37 pages on average; padding it to 2,048 would save that third and cost a third
 of the disk. ``stride="page"`` pads whatever it costs.
 
-File: a header page (magic, checksum, JSON), then ``rows * stride`` bytes. The header repeats the description
-and carries the table's id, so that truncated, extended, swapped and foreign files are told apart from sound
-ones when the file is opened.
+File: a header page, see `dsa.backends.table_header`, then ``rows * stride`` bytes. The header repeats the
+description and carries the table's id, so that truncated, extended, swapped and foreign files are told apart
+from sound ones when the file is opened. A table grows at the end of its file, see `dsa.backends.room`.
 
 *Checksums.* Where records have a stamp, each is followed by a checksum of its words
 (`dsa.kernels.checksums`), computed and verified while they are copied. A page that a loss of power has left
@@ -23,11 +23,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import json
 import mmap
 import os
 import secrets
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, final
@@ -35,11 +33,13 @@ from typing import Any, Final, Literal, TypeVar, final
 import numpy as np
 
 from dsa.backends import system
-from dsa.backends.base import Visitor
+from dsa.backends.base import GROWING, Visitor
 from dsa.backends.cold_reads import ColdReads, page_runs
 from dsa.backends.holes import Holes, written_stretches
 from dsa.backends.mapping import Allocate, check_allocate, map_file, opened
+from dsa.backends.room import cut, lengthen, sync_range
 from dsa.backends.settling import settle
+from dsa.backends.table_header import check_file, header_page
 from dsa.errors import StateClosedError, StateCorruptError
 from dsa.kernels.checksums import factors
 from dsa.kernels.layout import Words, as_words
@@ -53,8 +53,6 @@ T = TypeVar("T")
 
 Stride = int | Literal["packed", "page"] | None
 
-_MAGIC: Final = b"dsa-table-2\n"
-_FORMER_MAGIC: Final = b"dsa-table-1\n"
 _BLOCK_BYTES: Final = 4 << 20
 
 
@@ -141,13 +139,16 @@ class MemmapBackend:
         self._stamp = schema.offset("s") // 4 if has_stamp(schema) else -1
         self._factors = factors(self._dtype.itemsize // 4)
         self._reads = ColdReads()
-        size = system.PAGE + self._rows * self._stride
+        size = self._bytes_of(self._rows)
         self._mapping: mmap.mmap | None = map_file(file, path, size, writable)
-        words = np.frombuffer(self._mapping, np.int32, offset=system.PAGE)
-        self._table: Words = words.reshape(self._rows, self._stride // 4)
+        # Letting go of a mapping takes the longer, the more of it was used: those before stay until the end.
+        self._former: list[mmap.mmap] = []
+        self._is_ahead = not writable
+        self._table = self._over(self._mapping, self._rows)
+        self._room = self._synced = self._rows  # those behind the table's are zero
         # A copy of a file that was reserved may have holes.
         whole = header["allocate"] == "reserve" and system.is_allocated(file, size)
-        self._holes = None if whole or not writable else Holes(path, self._mapping)
+        self._holes = None if whole or not writable else Holes(path, self._mapping, size)
 
     @classmethod
     def create(
@@ -181,7 +182,7 @@ class MemmapBackend:
             "allocate": allocate,
             "schema": schema.to_json(),
         }
-        page = _header_page(header)
+        page = header_page(header)
         made = False
         try:
             with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
@@ -210,8 +211,9 @@ class MemmapBackend:
         schema = Schema.from_json(description.get("schema"))
         try:
             with opened(path, os.O_RDWR if writable else os.O_RDONLY) as file:
-                _check_file(file, path, description)
-                return cls(file, path, copy.deepcopy(description), schema, writable)
+                check_file(file, path, description)
+                header = {key: value for key, value in description.items() if key != GROWING}
+                return cls(file, path, copy.deepcopy(header), schema, writable)
         except (FileNotFoundError, IsADirectoryError) as error:
             raise StateCorruptError(
                 f"the table file {str(path)!r} is missing: restore it from a copy, or start over"
@@ -306,6 +308,41 @@ class MemmapBackend:
             starts = starts[~sound]
         self._holes.fill(starts, self._record_bytes)
 
+    def make_room(self, rows: int) -> bool:
+        """Lengthen the file, whose new part is zero; see `Growing.make_room`.
+
+        Raises:
+            DiskSpaceError: there is not enough room.
+            OSError: the file system can't hold or map such a file, or the file was opened for reading.
+        """
+        self._writable_table()
+        former = self._mapping
+        if former is None or (rows <= self._room and self._is_ahead):
+            return True
+        before, size = self._bytes_of(self._room), self._bytes_of(max(rows, self._room))
+        reserve = self._header["allocate"] == "reserve"
+        mapping = lengthen(self._path, former, before, size, unit=self._stride, reserve=reserve)
+        self._is_ahead = True
+        if mapping is not former:
+            self._former.append(former)
+            self._mapping, self._table = mapping, self._over(mapping, self._rows)
+        if self._holes is not None:
+            self._holes.follow(mapping, size)
+        self._room = max(rows, self._room)
+        return True
+
+    def adopt_rows(self, rows: int) -> None:
+        """Have so many rows, once the device holds that the file is so long; see `Growing.adopt_rows`."""
+        self._writable_table()
+        assert rows <= self._room, "make_room comes first"
+        if self._mapping is None:
+            return
+        if rows > self._synced:
+            sync_range(self._mapping, self._path, self._bytes_of(self._synced), self._bytes_of(rows))
+            self._synced = rows
+        self._table, self._rows = self._over(self._mapping, rows), rows
+        self._header = {**self._header, "rows": rows}
+
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, a few megabytes each, reading one block ahead."""
         self._open_table()
@@ -324,7 +361,7 @@ class MemmapBackend:
         done = 0
         for start, stop in written_stretches(self._path, system.PAGE):
             first = max(done, (start - system.PAGE) // self._stride)
-            done = -(-(stop - system.PAGE) // self._stride)
+            done = min(self._rows, -(-(stop - system.PAGE) // self._stride))
             if first < done:
                 yield first, done
 
@@ -349,23 +386,26 @@ class MemmapBackend:
         """
         if self._mapping is None:
             return
+        ends_at = self._bytes_of(self._rows) if self._table.flags.writeable else None
         try:
             self.flush()
         finally:
             self._release()
+        cut(self._path, ends_at)
 
     def describe(self) -> dict[str, Any]:
-        """Return the header: kind, id, rows, stride and schema."""
+        """Return the header, with the rows of now: kind, id, rows, stride and schema."""
         return copy.deepcopy(self._header)
 
     def _release(self) -> None:
         mapping, self._mapping = self._mapping, None
         self._table = np.empty((0, 0), np.int32)
         self._holes = None
-        if mapping is not None:
+        former, self._former = self._former, []
+        for each in former if mapping is None else [*former, mapping]:
             # An exception that is still being handled may hold a view; the mapping goes when that goes.
             with contextlib.suppress(BufferError):
-                mapping.close()
+                each.close()
 
     def _open_table(self) -> Words:
         if self._mapping is None:
@@ -381,6 +421,13 @@ class MemmapBackend:
                 errno.EROFS, f"the table file {str(self._path)!r} was opened for reading: open it writable"
             )
         return table
+
+    def _bytes_of(self, rows: int) -> int:
+        return system.PAGE + rows * self._stride
+
+    def _over(self, mapping: mmap.mmap, rows: int) -> Words:
+        words = self._stride // 4
+        return np.frombuffer(mapping, np.int32, rows * words, system.PAGE).reshape(rows, words)
 
     def _gather(self, rows: Rows, records: Records) -> None:
         table, words = self._open_table(), as_words(records)[0]
@@ -407,38 +454,3 @@ class MemmapBackend:
         # Announcing is advice: without a descriptor, pages are read when they are needed.
         with contextlib.suppress(OSError), opened(self._path, os.O_RDONLY) as file:
             system.announce_ranges(file, starts, lengths)
-
-
-def _header_page(header: dict[str, Any]) -> bytes:
-    text = json.dumps(header, sort_keys=True).encode()
-    page = _MAGIC + f"{zlib.crc32(text):08x}\n".encode() + text + b"\n"
-    if len(page) > system.PAGE:
-        raise ValueError(
-            f"the header takes {len(page)} of {system.PAGE} bytes: use fewer fields or shorter names"
-        )
-    return page.ljust(system.PAGE, b"\0")
-
-
-def _check_file(file: int, path: Path, description: dict[str, Any]) -> None:
-    os.lseek(file, 0, os.SEEK_SET)
-    page = os.read(file, system.PAGE)
-    if page.startswith(_FORMER_MAGIC):
-        raise StateCorruptError(
-            f"the table file {str(path)!r} is of version 1, which this release can't read (it reads version "
-            "2, whose records have checksums): start over, or import a checkpoint"
-        )
-    if page != _header_page(description):
-        what = "another table's" if page.startswith(_MAGIC) else "not one of dsa's"
-        raise StateCorruptError(
-            f"the header of the table file {str(path)!r} is damaged or {what}: restore the file from a copy, "
-            "or start over"
-        )
-    # The description is what `create` wrote, so that its values need no further check.
-    expected = system.PAGE + description["rows"] * description["stride"]
-    size = os.fstat(file).st_size
-    if size != expected:
-        what = "truncated" if size < expected else "longer than it was made"
-        raise StateCorruptError(
-            f"the table file {str(path)!r} is {what}: {size:,} bytes instead of {expected:,}; restore it "
-            "from a copy, or start over"
-        )

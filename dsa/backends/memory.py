@@ -58,6 +58,17 @@ class MemoryBackend:
     def reserve(self, rows: Rows) -> None:
         """Do nothing: memory is not a disk."""
 
+    def make_room(self, rows: int) -> bool:
+        """Do nothing: `adopt_rows` takes the memory."""
+        return True
+
+    def adopt_rows(self, rows: int) -> None:
+        """Have so many rows."""
+        records: Records = np.zeros(rows, self._schema.dtype)
+        count = min(rows, len(self))
+        records[:count] = self._records[:count]
+        self._records = records
+
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``."""
         for first in range(start, stop, _BLOCK_ROWS):

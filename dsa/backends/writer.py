@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, final
 
 import numpy as np
 
-from dsa.backends.base import StateBackend
+from dsa.backends.base import Growing, StateBackend
 from dsa.backends.overlay import lay_over
 from dsa.errors import StateClosedError, StateError, TrainingWarning, notify
 from dsa.kernels.row_index import RowIndex
@@ -196,6 +196,17 @@ class WriteBehind:
         with self._lock:
             rows = rows[self._index.get(rows) < 0] if len(self._index) else rows
         self._backend.reserve(rows)
+
+    def make_room(self, rows: int) -> bool:
+        """Pass it on; a backend that is no `Growing` has none."""
+        self._require_process()
+        return isinstance(self._backend, Growing) and self._backend.make_room(rows)
+
+    def adopt_rows(self, rows: int) -> None:
+        """Pass it on."""
+        self._require_process()
+        assert isinstance(self._backend, Growing), "there is no room in others"
+        self._backend.adopt_rows(rows)
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, queued records included."""

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar, final
 import numpy as np
 
 from dsa.backends import system
-from dsa.backends.base import Visitor
+from dsa.backends.base import GROWING, Visitor
 from dsa.backends.cold_reads import ColdReads
 from dsa.backends.mapped_array import MappedArray, make_shards
 from dsa.backends.mapped_pieces import MappedPieces
@@ -37,6 +37,7 @@ from dsa.backends.zarr_group import (
     sync_tree,
     write_group,
 )
+from dsa.backends.zarr_growth import all_layouts, extend_group, shorten_group
 from dsa.errors import DiskSpaceError, StateClosedError
 from dsa.kernels.checksums import factors
 from dsa.kernels.columns import sum_column, unit_of, units_of
@@ -74,12 +75,15 @@ class ZarrBackend:
     def __init__(self, path: Path, description: dict[str, Any], writable: bool) -> None:
         """Map the shards of a directory that was checked; `create` and `open` are the ways to call this."""
         self._path = path
-        self._description = copy.deepcopy(description)
+        self._description = copy.deepcopy({k: v for k, v in description.items() if k != GROWING})
         self._schema = Schema.from_json(description["schema"])
         self._dtype = self._schema.dtype
         self._rows: int = description["rows"]
         self._writable = writable
         self._tree_synced = not writable
+        # What there is room for, which is what the documents say.
+        self._room = self._description
+        self._synced = self._rows
         self._reads = ColdReads()
         self._arrays: list[MappedArray] = []
         self._checksums: MappedArray | None = None
@@ -124,7 +128,7 @@ class ZarrBackend:
         """
         check_allocate(allocate)
         description = describe_group(rows, schema, None, shard_bytes) | {"allocate": allocate}
-        layouts = array_layouts(description) + checksum_layouts(description)
+        layouts = all_layouts(description)
         needed = sum(rows * layout.spec.row_bytes for layout in layouts)
         path.mkdir()
         try:
@@ -148,8 +152,11 @@ class ZarrBackend:
                 table's.
             OSError: too many files would be open.
         """
-        check_group(path, description)
-        return cls(path, description, writable)
+        grew = check_group(path, description)
+        backend = cls(path, description, writable)
+        if writable and grew:
+            backend._settle_rest()
+        return backend
 
     @property
     def schema(self) -> Schema:
@@ -230,6 +237,31 @@ class ZarrBackend:
         for array in arrays:
             array.fill_holes(rows)
 
+    def make_room(self, rows: int) -> bool:
+        """Take the rest of the last shards, make new ones and tell the documents; see `Growing.make_room`.
+
+        Raises:
+            DiskSpaceError: there is not enough room.
+            OSError: the system refuses, or the table was opened for reading.
+        """
+        self._writable_arrays()
+        if rows <= self._room["rows"]:
+            return True
+        grown = extend_group(self._path, self._room, rows, self._all_arrays())
+        self._room = grown or self._room
+        self._renew_pieces()
+        return grown is not None
+
+    def adopt_rows(self, rows: int) -> None:
+        """Have so many rows, once the device holds the new shards; see `Growing.adopt_rows`."""
+        arrays = self._all_arrays()
+        assert rows <= self._room["rows"], "make_room comes first"
+        if self._synced < self._room["rows"]:
+            sync_tree(self._path, (file for array in arrays for file in array.files_from(self._synced)))
+            self._synced = self._room["rows"]
+        self._rows = rows
+        self._description = {**self._description, "rows": rows}
+
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, a few megabytes each, reading one block ahead."""
         self._open_arrays()
@@ -268,12 +300,25 @@ class ZarrBackend:
             return
         try:
             self.flush()
+            if self._rows < self._room["rows"]:
+                self._settle_rest()
         finally:
             self._release()
 
     def describe(self) -> dict[str, Any]:
         """Return kind, id, rows, schema, compression, and where each field is cut."""
         return copy.deepcopy(self._description)
+
+    def _settle_rest(self) -> None:
+        """Let go of room for more rows than there are, so that the documents say how many there are."""
+        shorten_group(self._path, self._description, self._all_arrays())
+        self._room = self._description
+        self._renew_pieces()
+
+    def _renew_pieces(self) -> None:
+        if self._pieces is not None:
+            self._pieces.note_changes()
+            self._pieces = MappedPieces(self._all_arrays())
 
     def _release(self) -> None:
         arrays = [*self._arrays, *([] if self._checksums is None else [self._checksums])]

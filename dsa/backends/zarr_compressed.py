@@ -31,22 +31,21 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.backends.base import GROWING
 from dsa.backends.chunk_cache import ChunkCache, Hold, run_bounds
 from dsa.backends.cold_reads import ColdReads
-from dsa.backends.compressed_array import CompressedArray, Replacement, make_empty_shards
+from dsa.backends.compressed_array import CompressedArray, Replacement, make_empty_shards, mark_torn, sums_of
 from dsa.backends.settling import settle
 from dsa.backends.zarr_group import (
-    array_layouts,
     check_group,
-    checksum_layouts,
     corrupt,
     describe_group,
     sync_tree,
     write_group,
 )
+from dsa.backends.zarr_growth import all_layouts, extend_group, shorten_group
 from dsa.errors import StateClosedError, StateCorruptError
 from dsa.kernels.columns import Units, gather_column, units_of
-from dsa.kernels.layout import Words
 from dsa.kernels.threads import run_slices
 from dsa.schema import TORN, Records, Rows, Schema, has_stamp
 
@@ -88,7 +87,9 @@ class CompressedZarrBackend:
     def __init__(self, path: Path, description: dict[str, Any], cache_bytes: int, writable: bool) -> None:
         """Read the places of a checked directory's chunks; `create` and `open` are the ways to call this."""
         self._path = path
-        self._description = copy.deepcopy(description)
+        self._description = copy.deepcopy({k: v for k, v in description.items() if k != GROWING})
+        # What there is room for, which is what the documents say.
+        self._room = self._description
         self._schema = Schema.from_json(description["schema"])
         self._dtype = self._schema.dtype
         self._rows: int = description["rows"]
@@ -97,9 +98,7 @@ class CompressedZarrBackend:
         self._tree_synced = not writable
         self._reads = ColdReads()
         self._cache_bytes = cache_bytes
-        fields, checksums = array_layouts(description), checksum_layouts(description)
-        self._layouts = fields + checksums
-        self._fields = len(fields)
+        self._layouts, self._fields = all_layouts(description), len(self._schema.fields)
         # Without a stamp there is nothing to mark, and there are no checksums.
         self._stamp = self._schema.names.index("s") if has_stamp(self._schema) else -1
         self._closed = False
@@ -137,7 +136,7 @@ class CompressedZarrBackend:
         description = describe_group(rows, schema, "zstd", shard_bytes)
         path.mkdir()
         try:
-            for number, layout in enumerate(array_layouts(description) + checksum_layouts(description)):
+            for number, layout in enumerate(all_layouts(description)):
                 make_empty_shards(path, description["id"], layout, number)
             write_group(path, description)
             return cls(path, description, cache_bytes, writable=True)
@@ -160,12 +159,14 @@ class CompressedZarrBackend:
             StateCorruptError: a file is missing, truncated, extended, damaged in its index or another
                 table's.
         """
-        check_group(path, description)
+        grew = check_group(path, description)
         backend = cls(path, description, cache_bytes, writable)
         if writable:
             for array in backend._arrays:
                 for shard in range(array.layout.shards):
                     array.discard(shard)
+            if grew:
+                backend._settle_rest()
         return backend
 
     @property
@@ -197,11 +198,7 @@ class CompressedZarrBackend:
             StateCorruptError: as in `read`.
             OSError: the disk is full, or the table was opened for reading only (EROFS).
         """
-        self._require_open()
-        if not self._writable:
-            raise OSError(
-                errno.EROFS, f"the table {str(self._path)!r} was opened for reading: open it writable"
-            )
+        self._require_writable()
         shard_rows = self._layouts[0].shard_rows
         cuts = np.searchsorted(rows, np.arange(self._layouts[0].shards + 1) * shard_rows).tolist()
         for shard, (start, stop) in enumerate(itertools.pairwise(cuts)):
@@ -211,6 +208,31 @@ class CompressedZarrBackend:
     def reserve(self, rows: Rows) -> None:
         """Do nothing: a full disk is an error of `write`, which leaves the shards as they were."""
         self._require_open()
+
+    def make_room(self, rows: int) -> bool:
+        """Make new shards, which are empty, and tell the documents; see `Growing.make_room`."""
+        self._require_writable()
+        if rows <= self._room["rows"]:
+            return True
+        shared = self._enter()
+        grown = extend_group(self._path, self._room, rows, self._arrays)
+        if grown is None:
+            return False
+        with shared.lock:
+            self._layouts, self._room, first = all_layouts(grown), grown, all_layouts(grown)[0]
+            self._versions = np.resize(self._versions, first.shards)  # what they are counts for nothing
+            shared.cache.extend(first.shards * first.chunks_per_shard)
+        return True
+
+    def adopt_rows(self, rows: int) -> None:
+        """Have so many rows, once the device holds the new shards; see `Growing.adopt_rows`."""
+        self._require_open()
+        assert rows <= self._room["rows"], "make_room comes first"
+        if rows > self._rows:
+            shards = slice(self._rows // self._layouts[0].shard_rows, None)
+            sync_tree(self._path, (file for array in self._arrays for file in list(array.files)[shards]))
+        self._rows = rows
+        self._description = {**self._description, "rows": rows}
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, a few megabytes each."""
@@ -242,6 +264,8 @@ class CompressedZarrBackend:
             return
         try:
             self.flush()
+            if self._rows < self._room["rows"]:
+                self._settle_rest()
         finally:
             self._closed = True
             self._shared = self._shared._replace(cache=ChunkCache(self._layouts, 0))
@@ -266,11 +290,27 @@ class CompressedZarrBackend:
             arrays.append(array)
         return arrays
 
+    def _settle_rest(self) -> None:
+        """Let go of room for more rows than there are, so that the documents say how many there are."""
+        layout = all_layouts(self._description)[0]
+        rest = np.arange(self._rows, layout.shards * layout.shard_rows)
+        if len(rest):
+            self._rewrite(layout.shards - 1, rest, np.zeros(len(rest), self._dtype))
+        for array in self._arrays:
+            array.flush()
+        shorten_group(self._path, self._description, self._arrays)
+        self._layouts, self._room = all_layouts(self._description), self._description
+
+    def _require_writable(self) -> None:
+        self._require_open()
+        if not self._writable:
+            raise OSError(
+                errno.EROFS, f"the table {str(self._path)!r} was opened for reading: open it writable"
+            )
+
     def _require_open(self) -> None:
         if self._closed:
-            raise StateClosedError(
-                f"the table {str(self._path)!r} was closed: open the state directory again"
-            )
+            raise StateClosedError(f"the table {str(self._path)!r} was closed: open the directory again")
 
     def _enter(self) -> _Shared:
         if self._shared.process != os.getpid():
@@ -329,25 +369,15 @@ class CompressedZarrBackend:
             for k in damaged:
                 for number, field in enumerate(hold.fields):
                     field[places[k]] = TORN if number == self._stamp else 0
-            torn = [self._mark_torn([field[place] for field in hold.fields]) for place in places]
+            torn = [self._mark([field[place] for field in hold.fields]) for place in places]
             # Whose fields are of different times will be whole when another process has replaced them all.
             return [not (self._follows and each) for each in torn]
 
         parts = run_slices(decode, len(chunks) * rows)
         return np.array([each for part in parts for each in part], np.bool_)
 
-    def _mark_torn(self, fields: Sequence[Units]) -> bool:
-        """Mark the rows that don't match their checksums, and tell whether there are any."""
-        if self._stamp < 0:
-            return False
-        sums = np.zeros(len(fields[0]), np.int32)
-        for array, field in zip(self._arrays[: self._fields], fields, strict=False):
-            array.add_to(sums, field)
-        torn = sums != fields[-1][:, 0]
-        found = bool(torn.any())
-        if found:
-            fields[self._stamp][torn] = TORN
-        return found
+    def _mark(self, fields: Sequence[Units]) -> bool:
+        return self._stamp >= 0 and mark_torn(self._arrays[: self._fields], fields, self._stamp)
 
     def _copy(self, hold: Hold, rows: Rows, records: Records, bounds: NDArray[np.int64]) -> bool:
         """Copy the records of the rows of a hold's chunks, which lie between the bounds.
@@ -367,7 +397,7 @@ class CompressedZarrBackend:
         shared = self._enter()
         try:
             replacements = self._prepare(shard, rows, records)
-            self._mark_torn([each.rows for each in replacements])  # for the cache: they are encoded
+            self._mark([each.rows for each in replacements])  # for the cache: they are encoded
             with shared.lock:
                 self._versions[shard] += 1
                 cache, chunks = shared.cache, replacements[0].chunks
@@ -388,7 +418,7 @@ class CompressedZarrBackend:
     def _prepare(self, shard: int, rows: Rows, records: Records) -> list[Replacement]:
         arrays = self._arrays[: self._fields]
         replacements = [array.prepare(shard, rows, records) for array in arrays]
-        sums = self._sums_of(records)
+        sums = sums_of(arrays, records)
         replacements += [array.prepare(shard, rows, sums) for array in self._arrays[self._fields :]]
         damaged: set[int] = set()
         for array, replacement in zip(self._arrays, replacements, strict=True):
@@ -398,12 +428,6 @@ class CompressedZarrBackend:
             stamps = self._arrays[self._stamp]
             replacements[self._stamp] = stamps.prepare(shard, rows, records, torn=sorted(damaged))
         return replacements
-
-    def _sums_of(self, records: Records) -> Words:
-        sums = np.zeros(len(records), np.int32)
-        for array in self._arrays[: self._fields]:
-            array.add_to(sums, units_of(records, array.unit), array.column)
-        return sums
 
     def _require_stamp(self, array: CompressedArray, damaged: NDArray[np.int64]) -> None:
         if self._stamp < 0 and len(damaged):

@@ -26,13 +26,14 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from dsa.backends import system
+from dsa.backends.base import GROWING
 from dsa.backends.shards.documents import (
     DOCUMENT,
     Compression,
@@ -47,6 +48,7 @@ from dsa.schema import Schema, has_stamp
 
 __all__ = [
     "LABEL_BYTES",
+    "MOST_MAPPED",
     "array_layouts",
     "check_group",
     "checksum_layouts",
@@ -63,7 +65,7 @@ __all__ = [
 LABEL_BYTES: Final = 64
 _CHECKSUM_NOTE: Final = "checksum of the row's record, by which dsa knows damage; no part of the state"
 _LIVE_SHARD_BYTES: Final = 256 << 20
-_MOST_MAPPED: Final = 100
+MOST_MAPPED: Final = 100
 _COMPRESSED_CHUNK_ROWS: Final = 64
 _LARGEST_CHUNK: Final = 1 << 30
 _DECISIVE: Final = (
@@ -115,7 +117,7 @@ def _mapped_layouts(specs: list[ArraySpec], shard_bytes: int | None) -> list[Arr
     while True:
         layouts = [_balanced(plan_layout(spec, shard_bytes=size)) for spec in specs]
         files = sum(layout.shards for layout in layouts)
-        if files <= max(_MOST_MAPPED, len(specs)):
+        if files <= max(MOST_MAPPED, len(specs)):
             return layouts
         size *= 2
 
@@ -206,8 +208,16 @@ def shard_files(path: Path, layout: ArrayLayout) -> list[Path]:
     return [path / layout.spec.name / layout.shard_key(shard) for shard in range(layout.shards)]
 
 
-def write_group(path: Path, description: dict[str, Any]) -> None:
-    """Write the documents, the group's last: with it the directory becomes a Zarr group."""
+def write_group(
+    path: Path, description: dict[str, Any], write: Callable[[Path, bytes], object] = Path.write_bytes
+) -> None:
+    """Write the documents, the group's last: with it the directory becomes a Zarr group of so many rows.
+
+    Args:
+        path: The table's directory.
+        description: The table's.
+        write: Writes a document; where there is one already, it has to replace it as a whole.
+    """
     fields = Schema.from_json(description["schema"]).names
     documents = {}
     for layout in array_layouts(description) + checksum_layouts(description):
@@ -217,13 +227,16 @@ def write_group(path: Path, description: dict[str, Any]) -> None:
             attributes["description"] = _CHECKSUM_NOTE
         documents[name] = array_document(layout, description["compression"], attributes)
     for name, document in documents.items():
-        (path / name / DOCUMENT).write_bytes(encode_document(document))
+        write(path / name / DOCUMENT, encode_document(document))
     root = group_document({"dsa_table": description}, documents)
-    (path / DOCUMENT).write_bytes(encode_document(root))
+    write(path / DOCUMENT, encode_document(root))
 
 
-def check_group(path: Path, description: dict[str, Any]) -> None:
+def check_group(path: Path, description: dict[str, Any]) -> bool:
     """Check the documents of a table's directory.
+
+    Returns:
+        Whether they name more rows than the description, as an interrupted growth leaves them, see `GROWING`.
 
     Raises:
         StateCorruptError: one is missing, damaged or another table's.
@@ -231,7 +244,12 @@ def check_group(path: Path, description: dict[str, Any]) -> None:
     root = _document(path / DOCUMENT, path)
     attributes = root.get("attributes")
     stored = attributes.get("dsa_table") if isinstance(attributes, dict) else None
-    if _text(stored) != _text(description) or root.get("node_type") != "group":
+    growing = description.get(GROWING)
+    description = {key: value for key, value in description.items() if key != GROWING}
+    rows = told = description["rows"]
+    if growing:
+        told = _more_than(rows, stored)
+    if _text(stored) != _text({**description, "rows": told}) or root.get("node_type") != "group":
         what = "is another table's" if isinstance(stored, dict) else "was not written by dsa"
         raise corrupt(path, f"{what}, or its {DOCUMENT} is damaged")
     # The description is what `describe_group` made, so that its values need no further check.
@@ -242,6 +260,10 @@ def check_group(path: Path, description: dict[str, Any]) -> None:
         name = layout.spec.name
         expected = array_document(layout, description["compression"], {})
         found = _document(path / name / DOCUMENT, path)
+        shape = found.get("shape")
+        if growing and isinstance(shape, list) and shape:
+            expected["shape"][0] = _more_than(rows, {"rows": shape[0]})
+            told = max(told, expected["shape"][0])
         attributes = found.get("attributes")
         mark = attributes.get("dsa_field") if isinstance(attributes, dict) else None
         if mark != [description["id"], name]:
@@ -249,6 +271,13 @@ def check_group(path: Path, description: dict[str, Any]) -> None:
             raise corrupt(path, f"{what}, or its {DOCUMENT} is damaged")
         if any(_text(found.get(key)) != _text(expected[key]) for key in _DECISIVE):
             raise corrupt(path, f"has a damaged {DOCUMENT} of its field {name!r}")
+    return bool(told > rows)
+
+
+def _more_than(rows: int, stored: object) -> int:
+    """Return how many rows something stored names, if these are more, and else `rows`."""
+    told = stored.get("rows") if isinstance(stored, dict) else None
+    return told if isinstance(told, int) and told > rows else rows
 
 
 def _arrays_of(description: dict[str, Any]) -> int:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from dsa import DiskEmbedding, DiskSparseAdam, diff, init
-from dsa.backends import Sizes, Source
+from dsa.backends import GROWING, Sizes, Source
 from dsa.errors import StateClosedError, StateCorruptError, StateNotFoundError
 from dsa.schema import TORN, Records, Rows, Schema, has_stamp
 
@@ -197,10 +197,12 @@ class SqliteBackend:
             raise StateCorruptError(
                 f"the table {str(path)!r} can't be read ({error}): restore it from a copy"
             ) from error
-        if found != [(_text(description),)]:
+        description = {key: value for key, value in description.items() if key != GROWING}
+        # The file says what the table was made with: it may have grown.
+        if [_without_rows(each) for (each,) in found] != [_without_rows(_text(description))]:
             connection.close()
             raise StateCorruptError(f"the table {str(path)!r} is another one's: restore it from a copy")
-        return cls(path, connection, dict(description), writable)
+        return cls(path, connection, description, writable)
 
     @property
     def schema(self) -> Schema:
@@ -228,6 +230,20 @@ class SqliteBackend:
                 block = self._load(number)
                 block[rows[part] - number * self._block_rows] = records[part]
                 self._store(number, block)
+
+    def make_room(self, rows: int) -> bool:
+        """Forget what an interrupted growth has left behind the last row: room is taken by writing alone."""
+        with self._lock, self._transaction():
+            number, kept = divmod(self._rows, self._block_rows)
+            block = self._load(number)
+            block[kept:] = 0
+            self._store(number, block)
+            self._connection.execute("DELETE FROM blocks WHERE number > ?", (number,))
+        return True
+
+    def adopt_rows(self, rows: int) -> None:
+        """Have so many rows."""
+        self._rows = self._description["rows"] = rows
 
     def reserve(self, rows: Rows) -> None:
         """Do nothing: on a full disk `write` fails, and has changed nothing."""
@@ -347,6 +363,10 @@ def _connect(path: Path, writable: bool) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _without_rows(text: str) -> object:
+    return {**json.loads(text), "rows": None}
 
 
 def _text(description: dict[str, Any]) -> str:

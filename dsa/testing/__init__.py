@@ -31,7 +31,11 @@ import pytest
 
 # Before the imports below: a failing assertion of the suite then shows its values, as in a test module.
 pytest.register_assert_rewrite(
-    "dsa.testing.conformance", "dsa.testing.layouts", "dsa.testing.machine", "dsa.testing.records"
+    "dsa.testing.conformance",
+    "dsa.testing.growth",
+    "dsa.testing.layouts",
+    "dsa.testing.machine",
+    "dsa.testing.records",
 )
 
 from dsa.testing.conformance import BackendConformance  # noqa: E402

@@ -15,7 +15,8 @@ import pytest
 from dsa.backends.base import StateBackend
 from dsa.backends.memory import MemoryBackend
 from dsa.schema import Records, Rows, adam_schema, has_stamp
-from dsa.testing.hooks import BackendHooks, through_json
+from dsa.testing.growth import GrowthTests
+from dsa.testing.hooks import through_json
 from dsa.testing.records import CASES, Case, assert_records_equal, random_records, selections
 
 __all__ = ["BackendConformance"]
@@ -23,7 +24,7 @@ __all__ = ["BackendConformance"]
 _ROUNDS = 40
 
 
-class BackendConformance(BackendHooks):
+class BackendConformance(GrowthTests):
     """Subclass this in a test file, with a name that starts with ``Test``, and override the hooks.
 
     Every test takes the fixture `backend`, a new backend of one of `CASES` at `path`; override the fixture
