@@ -245,8 +245,8 @@ class Growing(Protocol):
     def adopt_rows(self, rows: int) -> None:
         """Have so many rows, as `len` and `describe` tell, once the device holds them.
 
-        Nobody else may be calling. It is taken back by the same call with the number before, as long as none
-        of the new rows was written.
+        Nobody else may be calling. The same call with the number before takes it back, whatever was written
+        to the new rows: the room for them is to be made again.
 
         Args:
             rows: How many, for which there is room.

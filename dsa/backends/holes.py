@@ -93,10 +93,11 @@ class Holes:
         self.follow(mapping, size)
 
     def follow(self, mapping: mmap.mmap, size: int) -> None:
-        """Take in that the file was lengthened, and is mapped so from now on."""
+        """Take in that the file has another length, and how it is mapped from now on."""
         self._mapping, self._size = mapping, size
-        more = -(-size // _PAGE) - len(self._filled)
-        self._filled = np.concatenate([self._filled, np.zeros(more, np.bool_)])
+        pages = -(-size // _PAGE)
+        more = np.zeros(max(0, pages - len(self._filled)), np.bool_)
+        self._filled = np.concatenate([self._filled[:pages], more])
 
     def under(self, starts: Rows, length: int) -> NDArray[np.bool_]:
         """Tell of stretches of the file whether some of their pages may be holes.

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, final
 
-from dsa.backends.base import Layout, Sizes, Source, StateBackend
+from dsa.backends.base import GROWING, Layout, Sizes, Source, StateBackend
 from dsa.backends.mapping import Allocate
 from dsa.backends.memmap import MemmapBackend, Stride, choose_stride, file_bytes, stored_bytes
 from dsa.backends.shards.documents import Compression
@@ -139,8 +139,9 @@ class Zarr:
         field = partial(open_field, path)
         if description["compression"] is None:
             return Source(ZarrBackend.open(path, description, writable=False), field)
-        renew = partial(CompressedZarrBackend.open, path, description, writable=False)
-        return Source(renew(), field, renew)
+        opened = CompressedZarrBackend.open(path, description, writable=False)
+        growing = {**description, GROWING: True}  # it may grow as long as it is looked at
+        return Source(opened, field, partial(CompressedZarrBackend.open, path, growing, writable=False))
 
     def like(self, description: dict[str, Any]) -> Zarr:
         """Return the layout with the compression of the table, and the shards that were asked for."""

@@ -309,12 +309,7 @@ class MemmapBackend:
         self._holes.fill(starts, self._record_bytes)
 
     def make_room(self, rows: int) -> bool:
-        """Lengthen the file, whose new part is zero; see `Growing.make_room`.
-
-        Raises:
-            DiskSpaceError: there is not enough room.
-            OSError: the file system can't hold or map such a file, or the file was opened for reading.
-        """
+        """Lengthen the file, whose new part is zero; see `Growing.make_room`."""
         self._writable_table()
         former = self._mapping
         if former is None or (rows <= self._room and self._is_ahead):
@@ -339,7 +334,11 @@ class MemmapBackend:
             return
         if rows > self._synced:
             sync_range(self._mapping, self._path, self._bytes_of(self._synced), self._bytes_of(rows))
-            self._synced = rows
+        elif rows < self._rows:
+            self._room = rows  # what was written behind them goes when there is to be room again
+            if self._holes is not None:
+                self._holes.follow(self._mapping, self._bytes_of(rows))
+        self._synced = rows
         self._table, self._rows = self._over(self._mapping, rows), rows
         self._header = {**self._header, "rows": rows}
 

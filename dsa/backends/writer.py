@@ -208,6 +208,12 @@ class WriteBehind:
         assert isinstance(self._backend, Growing), "there is no room in others"
         self._backend.adopt_rows(rows)
 
+    def write_through(self, rows: Rows, records: Records) -> None:
+        """Drain, and write the records of `rows` at once: after an error none of them is queued."""
+        self.drain()
+        with self._writing:
+            self._backend.write(rows, records)
+
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, queued records included."""
         self._require_running()

@@ -258,9 +258,11 @@ class ZarrBackend:
         assert rows <= self._room["rows"], "make_room comes first"
         if self._synced < self._room["rows"]:
             sync_tree(self._path, (file for array in arrays for file in array.files_from(self._synced)))
-            self._synced = self._room["rows"]
-        self._rows = rows
+        fewer, self._rows = rows < self._rows, rows
         self._description = {**self._description, "rows": rows}
+        if fewer:
+            self._settle_rest()
+        self._synced = self._room["rows"]
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, a few megabytes each, reading one block ahead."""

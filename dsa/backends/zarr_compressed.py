@@ -88,8 +88,7 @@ class CompressedZarrBackend:
         """Read the places of a checked directory's chunks; `create` and `open` are the ways to call this."""
         self._path = path
         self._description = copy.deepcopy({k: v for k, v in description.items() if k != GROWING})
-        # What there is room for, which is what the documents say.
-        self._room = self._description
+        self._room = self._description  # what the documents say
         self._schema = Schema.from_json(description["schema"])
         self._dtype = self._schema.dtype
         self._rows: int = description["rows"]
@@ -226,13 +225,14 @@ class CompressedZarrBackend:
 
     def adopt_rows(self, rows: int) -> None:
         """Have so many rows, once the device holds the new shards; see `Growing.adopt_rows`."""
-        self._require_open()
         assert rows <= self._room["rows"], "make_room comes first"
         if rows > self._rows:
             shards = slice(self._rows // self._layouts[0].shard_rows, None)
             sync_tree(self._path, (file for array in self._arrays for file in list(array.files)[shards]))
-        self._rows = rows
+        fewer, self._rows = rows < self._rows, rows
         self._description = {**self._description, "rows": rows}
+        if fewer:
+            self._settle_rest()
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
         """Yield consecutive blocks of ``[start, stop)``, a few megabytes each."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.backends import system
+from dsa.backends.base import GROWING
 from dsa.errors import (
     StateClosedError,
     StateCorruptError,
@@ -316,13 +317,23 @@ def _stamp(path: Path) -> Stamp:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _layout(metadata: Metadata) -> list[tuple[Any, ...]]:
-    """Return what has to stay for open files to be those of the tables described."""
-    return [(table["name"], table.get("generation", 0), table["backend"]) for table in metadata.tables]
+def _layout(metadata: Metadata) -> list[tuple[Any, int]]:
+    """Return what has to stay for open files to be those of the tables described, and the rows of each."""
+    kept = [
+        {key: value for key, value in table["backend"].items() if key not in ("rows", GROWING)}
+        for table in metadata.tables
+    ]
+    return [
+        ((table["name"], table.get("generation", 0), backend), int(table["backend"]["rows"]))
+        for table, backend in zip(metadata.tables, kept, strict=True)
+    ]
 
 
-def _continues(later: list[tuple[Any, ...]], earlier: list[tuple[Any, ...]]) -> bool:
-    return later[: len(earlier)] == earlier
+def _continues(later: list[tuple[Any, int]], earlier: list[tuple[Any, int]]) -> bool:
+    """Tell whether tables are still there, of which some may have grown."""
+    return len(later) >= len(earlier) and all(
+        new[0] == old[0] and new[1] >= old[1] for new, old in zip(later, earlier, strict=False)
+    )
 
 
 def nothing_there(path: Path) -> Exception:

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from dsa.backends import system
+from dsa.backends.base import Growing
 from dsa.backends.writer import WriteBehind
 from dsa.errors import DiskSpaceError, StateCorruptError
 from dsa.rules.init import FromArray
@@ -133,6 +134,7 @@ def make_table(path: Path, content: TableContent, storage: Storage, global_step:
     backend = make_backend(file, facts.rows, facts.schema, storage)
     table = Table(facts, backend, generation=generation)
     try:
+        expect_growth(table)
         for first, records in content.blocks():
             _write_block(table, first, records, global_step)
         drain_backend(backend)
@@ -192,6 +194,8 @@ def start(
         table.rows_written = 0  # counted from the opening on
     journal = begin_life(held, metadata, tables, storage)
     try:
+        for table in tables:
+            expect_growth(table)  # now that the description says so
         unmark_failed(held.path)
         for file in journal_files(held.path):
             if journal is None or file.name != metadata.journal_name:
@@ -262,6 +266,12 @@ def _make_journal(path: Path, metadata: Metadata, storage: Storage) -> Journal:
     first = min(_FIRST_BYTES, limit or _FIRST_BYTES)
     file = path / metadata.journal_name
     return Journal.create(file, metadata.journal_identity, first, durable, limit)
+
+
+def expect_growth(table: Table) -> None:
+    """Make growing a table cheap, where its backend can; its description doesn't name it, or as `GROWING`."""
+    if isinstance(table.backend, Growing):
+        table.backend.make_room(len(table))
 
 
 def queue_writes(table: Table, storage: Storage) -> None:

@@ -170,7 +170,7 @@ def write_content(held: HeldDirectory, content: StateContent, storage: Storage) 
     metadata, made = _metadata_of(content), []
     try:
         made = _make_tables(path, content.tables, storage)
-        metadata.tables = [describe_table(table) for table in made]
+        metadata.tables = [describe_table(table, closing=True) for table in made]
         metadata.durability = storage.durability
         system.sync_directory(path)
         write_metadata(path, metadata, held.directory)

@@ -135,6 +135,7 @@ class Snapshot:
         frozen = self._frozen(table)
         if frozen is None:
             return  # made after the snapshot
+        rows = rows[: np.searchsorted(rows, len(frozen))]  # it may have grown since
         with self._lock:
             if self._closed or self._aside[table.name].is_read(rows):
                 return

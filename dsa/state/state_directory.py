@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
@@ -171,6 +172,10 @@ class StateDirectory:
     def commit(self, effects: Sequence[Effect] = ()) -> None:
         """Make the transaction prepared last happen, see `Transactions.commit`."""
         self._transactions.commit(effects)
+
+    def refusals(self) -> AbstractContextManager[None]:
+        """Take in that the device has refused to sync, if it does so in a block."""
+        return self._transactions.refusals()
 
     def settle(self) -> None:
         """Complete a transaction whose commit was interrupted by an error or a signal, if there is one."""

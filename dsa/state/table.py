@@ -9,7 +9,7 @@ from typing import Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.backends.base import InPlace, StateBackend
+from dsa.backends.base import GROWING, Growing, InPlace, StateBackend
 from dsa.backends.writer import WriteBehind
 from dsa.errors import CorruptRowError
 from dsa.kernels.judging import FRESH, UNUSABLE, USABLE, copy_weights
@@ -98,7 +98,7 @@ class Table:
         self.mapped = _mapped(self.backend)
 
     def __len__(self) -> int:
-        return len(self.backend)
+        return self.facts.rows
 
     @property
     def name(self) -> str:
@@ -345,15 +345,17 @@ def describe_table(table: Table, *, closing: bool = False) -> dict[str, Any]:
     held = table.awaited if table.awaited is not None else ""
     if closing and table.held is not None and table.awaited is None:
         held = table.held.fingerprint()
+    # As long as it is open, a growth may be under way.
+    growing = {GROWING: True} if isinstance(table.backend, Growing) and not closing else {}
     return {
         **({} if "w" in table.backend.schema.names else {"weights": held}),
         **describe_facts(table.facts),
         "generation": table.generation,
-        "backend": table.backend.describe(),
+        "backend": {**table.backend.describe(), **growing},
     }
 
 
 def content_of(table: Table) -> TableContent:
     """Return a table as what is copied from one place to another, with the records as they are stored."""
-    backend = table.backend
-    return TableContent(table.facts, lambda: backend.scan(0, len(backend)))
+    backend, rows = table.backend, len(table)
+    return TableContent(table.facts, lambda: backend.scan(0, rows))

@@ -234,7 +234,7 @@ class Transactions:
     def seal(self) -> None:
         """Complete the journal's entry: from here on the transaction has happened, whatever dies."""
         if self.journal is not None:
-            with self._refusals():
+            with self.refusals():
                 self.journal.commit()
 
     def apply(self) -> None:
@@ -275,7 +275,7 @@ class Transactions:
         Raises:
             OSError: it refused.
         """
-        with self._refusals():
+        with self.refusals():
             self._flush()
             if self.journal is not None:
                 self.journal.release()
@@ -293,6 +293,17 @@ class Transactions:
         self.undo()
         self._draft = self._pending = None
 
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Tell whoever is to be told when the device refuses to sync in a block."""
+        try:
+            yield
+        except OSError as error:
+            tell = self._refused()
+            if tell is not None:
+                tell(error)
+            raise
+
     def _prepare_entry(self, progress: Progress, batches: Sequence[tuple[Table, Rows]]) -> list[Records]:
         note = progress.to_bytes()
         parts = [(self.tables.index(table), rows, table.backend.schema.dtype) for table, rows in batches]
@@ -305,7 +316,7 @@ class Transactions:
         if begun is None:
             # The older entries may go once the tables hold what they say, as durably as the policy has it.
             self.drain()
-            with self._refusals():
+            with self.refusals():
                 if journal.durable:
                     self._flush()
                 journal.release()
@@ -338,16 +349,6 @@ class Transactions:
     def _flush(self) -> None:
         for table in self.tables:
             table.backend.flush()
-
-    @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            tell = self._refused()
-            if tell is not None:
-                tell(error)
-            raise
 
 
 def _mapped(table: Table) -> InPlace:

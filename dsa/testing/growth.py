@@ -45,14 +45,23 @@ class GrowthTests(BackendHooks):
         assert sum(len(records) for _, records in backend.scan(0, count)) == count
 
     def test_growth_is_taken_back(self, backend: StateBackend) -> None:
-        """Rows that were adopted and not written may go again."""
+        """Rows that were adopted may go again, written or not, and are fresh when they come back."""
         expected, count, description = _filled(backend), len(backend), backend.describe()
+        rows, fresh = np.arange(count, count + 5), np.zeros(5, backend.schema.dtype)
+        for written in (False, True):
+            self._grow(backend, count + 5)
+            assert_records_equal(_everything(backend), _joined(expected, fresh))
+            if written:
+                backend.reserve(rows)
+                backend.write(rows, random_records(backend.schema, 5, seed=3))
+                backend.flush()
+            assert isinstance(backend, Growing)
+            backend.adopt_rows(count)
+            assert len(backend) == count
+            assert backend.describe() == description
+            assert_records_equal(_everything(backend), expected)
         self._grow(backend, count + 5)
-        assert isinstance(backend, Growing)
-        backend.adopt_rows(count)
-        assert len(backend) == count
-        assert backend.describe() == description
-        assert_records_equal(_everything(backend), expected)
+        assert_records_equal(_everything(backend), _joined(expected, fresh))
 
     def test_reads_and_scans_go_on_beside_a_growth(self, backend: StateBackend) -> None:
         """What was read stays, and a scan of the rows that there were ends where it was to."""

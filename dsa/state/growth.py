@@ -1,0 +1,208 @@
+"""Tables that come to have more rows, one or several at one instant.
+
+Where the backend can, it makes room first, which nobody sees; then the description names the new numbers of
+rows, all at once, and only then are the rows used. Killed before that, the state is the old one, and what
+there is room for too much goes when the state is closed. A backend that can't is made anew, as for every
+change of whole tables, see `dsa.state.replacement`.
+
+New rows are fresh: the rule for first weights gives them what it would have given them from the start, since
+that depends on seed, row and place alone. In a table that was made of an array they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from dsa.backends.base import Growing
+from dsa.rules.init import FromArray, Initializer
+from dsa.schema import Records
+from dsa.state.content import TableContent
+from dsa.state.facts import TableFacts
+from dsa.state.first_weights import first_content
+from dsa.state.metadata import read_metadata
+from dsa.state.replacement import replace_tables
+from dsa.state.state_directory import StateDirectory
+from dsa.state.storage import TableSpec
+from dsa.state.table import Table, content_of, fill_untouched, stamp_of
+from dsa.state.table_files import drain_backend
+
+__all__ = ["Growth", "grow_tables"]
+
+_BLOCK_BYTES: Final = 8 << 20
+
+
+class Growth(NamedTuple):
+    """How a table is to grow.
+
+    Args:
+        table: A table of the state.
+        rows: How many it is to have; as many as it has is no change.
+        source: The first weights of the new rows, which are written: an array ``(new rows, D)``, or a rule
+            that gives each the weights of its number. None goes on with the table's own rule.
+    """
+
+    table: Table
+    rows: int
+    source: Initializer | FromArray | None = None
+
+
+def grow_tables(state: StateDirectory, wanted: Sequence[Growth]) -> None:
+    """Let tables have more rows, all of them or none.
+
+    The state is to be held (`StateDirectory.use`). A kill or a loss of power at any instant leaves all tables
+    with the old numbers of rows or all with the new ones, whole, under every durability.
+
+    Args:
+        state: The state of the tables.
+        wanted: What is to grow, each table once.
+
+    Raises:
+        ValueError: a table would shrink, weights are missing or don't fit, or one is not finite; nothing has
+            changed.
+        DiskSpaceError: there is not enough room; nothing has changed.
+        OSError: the system refused; nothing has changed, unless the description could be written.
+    """
+    for growth in wanted:
+        _check(growth)
+    growing = [growth for growth in wanted if growth.rows > len(growth.table)]
+    if not growing:
+        return
+    state.settle()
+    for growth in growing:
+        if "w" not in growth.table.backend.schema.names:
+            growth.table.awaited = ""  # the weights that go with the moments are others now
+    if all(_make_room(growth) for growth in growing):
+        _adopt(state, growing)
+    else:
+        replace_tables(state, [_grown(growth) for growth in growing])
+
+
+def _check(growth: Growth) -> None:
+    table, rows, source = growth
+    if rows < len(table):
+        raise ValueError(
+            f"rows={rows!r} is less than the {len(table)} rows of table {table.name!r}, and a table never "
+            "shrinks: pass at least that"
+        )
+    new = rows - len(table)
+    if source is None:
+        if new and table.initializer is None and "w" in table.backend.schema.names:
+            raise ValueError(
+                f"table {table.name!r} was made of an array, so that there is no rule for the weights of "
+                f"{new} new rows: pass init=, an array of {new} x {table.dim} or a rule of dsa.init"
+            )
+        return
+    if "w" not in table.backend.schema.names:
+        raise ValueError(
+            f"the weights of table {table.name!r} are a module's parameter: leave init= out, and give the "
+            "parameter the new rows"
+        )
+    expected = rows if isinstance(source, Initializer) else new
+    if (source.rows, source.dim) != (expected, table.dim):
+        raise ValueError(
+            f"init gives {source.rows} x {source.dim} where table {table.name!r} grows from {len(table)} to "
+            f"{rows} rows of {table.dim} elements: pass an array of {new} x {table.dim}, or a rule for "
+            f"{rows} x {table.dim}"
+        )
+
+
+def _make_room(growth: Growth) -> bool:
+    backend = growth.table.backend
+    return isinstance(backend, Growing) and backend.make_room(growth.rows)
+
+
+def _facts(growth: Growth) -> TableFacts:
+    facts, first = growth.table.facts, growth.table.initializer
+    longer = None if first is None else replace(first, rows=growth.rows)
+    return replace(facts, rows=growth.rows, initializer=longer)
+
+
+def _adopt(state: StateDirectory, growing: Sequence[Growth]) -> None:
+    """Have the new rows in memory, and switch the description; or after an error neither."""
+    former = [(growth.table, growth.table.facts) for growth in growing]
+    try:
+        for growth in growing:
+            backend, facts = growth.table.backend, _facts(growth)
+            assert isinstance(backend, Growing), "there is room in it"
+            with state.refusals():
+                backend.adopt_rows(growth.rows)
+            growth.table.facts = facts
+            _write_first(state, growth, former)
+        state.save()
+    except BaseException:
+        if not _is_described(state, growing):
+            _take_back(state, former)
+        raise
+
+
+def _write_first(state: StateDirectory, growth: Growth, former: Sequence[tuple[Table, TableFacts]]) -> None:
+    """Write the first weights that were given, durably: what the description names is whole."""
+    table, source = growth.table, growth.source
+    if source is None:
+        return
+    before = next(facts.rows for each, facts in former if each is table)
+    for first, records in _first_blocks(table, before, source):
+        rows = np.arange(first, first + len(records))
+        records["s"] = stamp_of(state.global_step)
+        table.backend.reserve(rows)
+        if table.writer is None:
+            table.backend.write(rows, records)
+        else:
+            table.writer.write_through(rows, records)
+    drain_backend(table.backend)
+    with state.refusals():
+        table.backend.flush()
+
+
+def _first_blocks(
+    table: Table, before: int, source: Initializer | FromArray
+) -> Iterator[tuple[int, Records]]:
+    """Yield the records of a table's rows from `before` on, with the first weights that were given."""
+    facts = table.facts
+    if isinstance(source, FromArray):
+        spec = TableSpec(replace(facts, rows=source.rows, initializer=None), source)
+        for first, records in first_content(spec).blocks():
+            yield before + first, records
+        return
+    ruled = replace(table, facts=replace(facts, initializer=source))
+    block = max(1, _BLOCK_BYTES // facts.schema.dtype.itemsize)
+    for first in range(before, facts.rows, block):
+        rows = np.arange(first, min(facts.rows, first + block))
+        records = np.zeros(len(rows), facts.schema.dtype)
+        yield first, fill_untouched(ruled, rows, records)
+
+
+def _grown(growth: Growth) -> TableContent:
+    """Return a table with its new rows, to be made anew."""
+    table, facts, source = growth.table, _facts(growth), growth.source
+    content, before = content_of(table), len(table)
+
+    def blocks() -> Iterator[tuple[int, Records]]:
+        yield from content.blocks()
+        if source is not None:
+            for first, records in _first_blocks(replace(table, facts=facts), before, source):
+                records["s"] = 1
+                yield first, records
+
+    return replace(content, facts=facts, blocks=blocks)
+
+
+def _is_described(state: StateDirectory, growing: Sequence[Growth]) -> bool:
+    stored = read_metadata(state.path)
+    rows = {} if stored is None else {each["name"]: each["backend"]["rows"] for each in stored.tables}
+    return all(rows.get(growth.table.name) == growth.rows for growth in growing)
+
+
+def _take_back(state: StateDirectory, former: Sequence[tuple[Table, TableFacts]]) -> None:
+    try:
+        for table, facts in former:
+            table.facts = facts
+            if isinstance(table.backend, Growing) and len(table.backend) > facts.rows:
+                table.backend.adopt_rows(facts.rows)
+    except BaseException:
+        state.abandon()  # memory says what the directory does not: whoever opens it next will see
+        raise
