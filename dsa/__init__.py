@@ -26,6 +26,7 @@ if _typing.TYPE_CHECKING:
     from dsa.optimizers.sparse_riemannian_adam import DiskSparseRiemannianAdam
     from dsa.rules import conventions, init
     from dsa.state.estimation import estimate
+    from dsa.state.growth import grow_directory as grow_tables
 
 __all__ = [
     "CombinedOptimizer",
@@ -46,6 +47,7 @@ __all__ = [
     "export_checkpoint",
     "export_weights",
     "flatten_checkpoint",
+    "grow_tables",
     "import_checkpoint",
     "init",
     "lookahead",
@@ -77,6 +79,7 @@ _HOMES = {
     "estimate": ("dsa.state.estimation", "estimate"),
     "export_checkpoint": ("dsa.checkpoint.transfer", "export_directory"),
     "export_weights": ("dsa.checkpoint.transfer", "export_directory_weights"),
+    "grow_tables": ("dsa.state.growth", "grow_directory"),
     "flatten_checkpoint": ("dsa.checkpoint", "flatten_checkpoint"),
     "import_checkpoint": ("dsa.checkpoint.transfer", "restore"),
     "lookahead": ("dsa.optimizers.prefetch", "lookahead"),

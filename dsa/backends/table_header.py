@@ -51,7 +51,7 @@ def check_file(file: int, path: Path, description: dict[str, Any]) -> None:
             "2, whose records have checksums): start over, or import a checkpoint"
         )
     header = {key: value for key, value in description.items() if key != GROWING}
-    if page != header_page({**header, "rows": _rows_in(page, description["rows"])}):
+    if page != header_page({**header, "rows": _rows_in(page, description.get("rows"))}):
         what = "another table's" if page.startswith(_MAGIC) else "not one of dsa's"
         raise StateCorruptError(
             f"the header of the table file {str(path)!r} is damaged or {what}: restore the file from a copy, "
@@ -69,10 +69,10 @@ def check_file(file: int, path: Path, description: dict[str, Any]) -> None:
         )
 
 
-def _rows_in(page: bytes, most: int) -> int:
-    """Return how many rows a page says that a table was made with, or what it may have had at most."""
+def _rows_in(page: bytes, rows: object) -> object:
+    """Return how many rows a page says that a table was made with, if it may have grown to `rows`."""
     try:
-        rows = json.loads(page.split(b"\n")[2])["rows"]
+        made = json.loads(page.split(b"\n")[2])["rows"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return most
-    return rows if isinstance(rows, int) and not isinstance(rows, bool) and 1 <= rows <= most else most
+        return rows
+    return made if type(made) is type(rows) is int and 1 <= made <= rows else rows

@@ -36,6 +36,10 @@ __all__ = ["ROWS", "OpenedContent", "flatten_checkpoint", "open_content", "write
 ROWS: Final = "rows"
 """The array of row numbers, int64 ``(n,)``, strictly increasing."""
 
+_ROWS_OF_TABLES: Final = "rows"
+"""What the link to the base says of all tables in order: how many rows they have, of which the base may lack
+some. All of those are in the delta."""
+
 _BLOCK_BYTES: Final = 4 << 20
 
 
@@ -80,16 +84,18 @@ def write_delta(
     """
     check_apart(base.source.place, find_place(url, options.get("storage_options")))
     _check_base(content, base)
-    names = {entry.name for entry in base.tables}
+    before = {entry.name: entry.rows for entry in base.tables}
     with ExitStack() as stack:
         changed = []
         for table in content.tables:
             file = cast("BinaryIO", stack.enter_context(tempfile.TemporaryFile(dir=scratch)))
-            changed.append(_changed(table, base.global_step if table.name in names else -1, file))
+            since = base.global_step if table.name in before else -1
+            changed.append(_changed(table, since, before.get(table.name, 0), file))
         link = {
             "step": base.global_step,
             "content_root": base.content_root,
             "name": base.source.place.name,
+            _ROWS_OF_TABLES: [table.rows for table in content.tables],
         }
         return write_checkpoint(
             replace(content, tables=tuple(changed)), url, kind="delta", base=link, **options
@@ -185,12 +191,20 @@ def _check_base(content: StateContent, base: Checkpoint) -> None:
             )
 
 
-def _changed(table: TableContent, since: int, file: BinaryIO) -> TableContent:
-    """Collect the rows that were written after a step in a file; return them as a table of their own."""
+def _changed(table: TableContent, since: int, before: int, file: BinaryIO) -> TableContent:
+    """Collect rows in a file and return them as a table of their own.
+
+    Args:
+        table: The table.
+        since: Rows that were written after this step are taken,
+        before: and all rows from this one on, which the base doesn't have.
+        file: The file.
+    """
     schema = Schema(table.schema.dim, (Field(ROWS, "int64", "row"), *table.schema.fields))
     count = 0
     for first, records in table.blocks():
-        chosen = np.flatnonzero(records["s"] > since)
+        fresh = np.arange(first, first + len(records)) >= before
+        chosen = np.flatnonzero((records["s"] > since) | fresh)
         if not len(chosen) and count == 0 and first + len(records) == table.rows:
             chosen = np.array([len(records) - 1])  # an array has at least one row: one more does no harm
         numbered = recast(records[chosen], schema)
@@ -241,24 +255,41 @@ def _merged(delta: Checkpoint, base: Checkpoint, verify: bool) -> StateContent:
     above = delta.stored_content(verify)
     return replace(
         above,
-        tables=tuple(_merged_table(delta, tables.get(each.name), each) for each in above.tables),
+        tables=tuple(
+            _merged_table(delta, tables.get(each.name), each, count)
+            for each, count in zip(above.tables, _rows_of(delta, len(above.tables)), strict=True)
+        ),
         exports={base.content_root: base.global_step},
     )
 
 
-def _merged_table(delta: Checkpoint, below: TableContent | None, above: TableContent) -> TableContent:
+def _rows_of(delta: Checkpoint, tables: int) -> list[int]:
+    """Return how many rows the tables had when a delta was made."""
+    rows = (delta.manifest.base or {}).get(_ROWS_OF_TABLES)
+    known = isinstance(rows, list) and all(isinstance(each, int) and each > 0 for each in rows)
+    if not isinstance(rows, list) or not known or len(rows) != tables:
+        raise CheckpointCorruptError(
+            f"{delta.url!r} does not say how many rows its {tables} tables have ({rows!r}): restore it from "
+            "a copy"
+        )
+    return rows
+
+
+def _merged_table(
+    delta: Checkpoint, below: TableContent | None, above: TableContent, rows: int
+) -> TableContent:
     schema = Schema(above.schema.dim, above.schema.fields[1:])
     if below is None:
         # A table that is younger than the base: all its rows are there.
         facts = replace(above.facts, schema=schema)
         return replace(above, facts=facts, blocks=lambda: _unnumbered(delta, above, schema))
-    if (below.schema, below.k) != (schema, above.k):
+    if (below.schema, below.k) != (schema, above.k) or rows < below.rows:
         raise CheckpointMismatchError(
             f"table {above.name!r} of {delta.url!r} does not fit that of its base: pass the base that it was "
             "exported with"
         )
-    facts = replace(above.facts, rows=below.rows, schema=schema)
-    return replace(above, facts=facts, blocks=lambda: _laid_over(delta, below, above))
+    facts = replace(above.facts, rows=rows, schema=schema)
+    return replace(above, facts=facts, blocks=lambda: _laid_over(delta, below, above, rows))
 
 
 def _unnumbered(delta: Checkpoint, table: TableContent, schema: Schema) -> Iterator[tuple[int, Records]]:
@@ -268,13 +299,23 @@ def _unnumbered(delta: Checkpoint, table: TableContent, schema: Schema) -> Itera
         yield first, recast(numbered, schema)
 
 
-def _laid_over(delta: Checkpoint, below: TableContent, above: TableContent) -> Iterator[tuple[int, Records]]:
-    changes = _Changes(delta, above, below.schema, below.rows)
+def _laid_over(
+    delta: Checkpoint, below: TableContent, above: TableContent, total: int
+) -> Iterator[tuple[int, Records]]:
+    changes = _Changes(delta, above, below.schema, total)
     for first, stored in below.blocks():
         records = stored.copy()
         for rows, changed in changes.until(first + len(records)):
             records[rows - first] = changed
         yield first, records
+    done = below.rows
+    for rows, added in changes.until(total):
+        if not np.array_equal(rows, np.arange(done, done + len(rows))):
+            raise _bad_rows(delta, above.name)
+        yield done, added
+        done += len(rows)
+    if done != total:
+        raise _bad_rows(delta, above.name)
 
 
 @final

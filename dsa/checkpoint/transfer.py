@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from dsa.checkpoint import (
 )
 from dsa.checkpoint.export import ExportOptions, export_content
 from dsa.checkpoint.meter import Advance, Progress, metered
-from dsa.errors import StateExistsError, StateMismatchError, StateNotFoundError, StateWarning, notify
+from dsa.errors import StateExistsError, StateMismatchError, StateWarning, notify
 from dsa.rules.updates import label_of
 from dsa.schema import Field, Records, read_numbers, widened
 from dsa.state.content import StateContent, TableContent
@@ -31,11 +31,12 @@ from dsa.state.directories import local_directory
 from dsa.state.holding import LOCK_NAME, HeldDirectory
 from dsa.state.legacy import Curvatures, Shapes, find_legacy, read_legacy
 from dsa.state.metadata import read_metadata
-from dsa.state.opening import migrate_directory, open_directory
+from dsa.state.opening import migrate_directory
+from dsa.state.opening import opened as opened_directory
 from dsa.state.replacement import replace_content, write_content
 from dsa.state.snapshot import Snapshot
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import Durability, Storage, StorageChoice
+from dsa.state.storage import Storage, StorageChoice
 from dsa.state.table import Table
 
 __all__ = [
@@ -112,7 +113,7 @@ def import_state(
     """Give an open state the content of a checkpoint, wholly or not at all.
 
     Args:
-        state: The state, whose tables have the names, shapes and fields of the checkpoint's.
+        state: The state, whose tables have the names and fields of the checkpoint's, and at most its rows.
         opened: The checkpoint; nothing is written to it.
         progress: True for a bar, or a function of the bytes done and their total.
         convert_dtypes: Whether fields may be stored as another dtype here; numbers are rounded to the nearest
@@ -203,7 +204,7 @@ def export_directory(
         StateNotFoundError: there is no state in the directory.
         StateLockedError: another process has it open: export from there.
     """
-    with _opened(directory, backend) as state:
+    with opened_directory(directory, backend) as state:
         return export_state(state, url, base=base, **options)
 
 
@@ -231,27 +232,8 @@ def export_directory_weights(
         StateLockedError: another process has it open: export from there.
         CheckpointMismatchError: the weights of a table are a module's parameter, and not in the directory.
     """
-    with _opened(directory, backend) as state:
+    with opened_directory(directory, backend) as state:
         return export_weights(state, url, **options)
-
-
-@contextmanager
-def _opened(directory: str | os.PathLike[str], backend: Layout | None) -> Iterator[StateDirectory]:
-    """Open a state directory as it is, and close it at the end."""
-    path = Path(local_directory(directory))
-    stored = read_metadata(path) if path.is_dir() else None
-    if stored is None:
-        raise StateNotFoundError(
-            f"there is no state of this release in {str(directory)!r}: check the path, or migrate the state "
-            "of an older one with dsa.migrate"
-        )
-    durability = cast("Durability", stored.durability)  # checked when read
-    storage = StorageChoice(backend=backend, durability=durability).complete()
-    state = open_directory(directory, [], True, storage, exact=False)
-    try:
-        yield state
-    finally:
-        state.close()
 
 
 def migrate(
@@ -415,7 +397,13 @@ def _matched(state: StateDirectory, content: StateContent, convert: bool) -> dic
 
 def _fitting(table: Table, content: TableContent, convert: bool) -> TableContent:
     schema, wanted = content.schema, table.backend.schema
-    if (content.rows, schema.dim) != (len(table), wanted.dim):
+    if content.rows < len(table) and schema.dim == wanted.dim:
+        raise StateMismatchError(
+            f"table {table.name!r} has {content.rows} rows in the checkpoint but {len(table)} here, and a "
+            "table never shrinks: make a new directory of the checkpoint with dsa.import_checkpoint"
+        )
+    longer = content.rows > len(table) and table.held is None  # then it grows
+    if schema.dim != wanted.dim or (content.rows != len(table) and not longer):
         raise StateMismatchError(
             f"table {table.name!r} is {content.rows} x {schema.dim} in the checkpoint but {len(table)} x "
             f"{wanted.dim} here: open a state of the checkpoint's shape"

@@ -12,7 +12,7 @@ from dsa.errors import StateMismatchError
 from dsa.modules.setting import as_padding, set_rows, zero_padding
 from dsa.modules.tensor_reference import from_tensor, to_tensor
 from dsa.optimizers import portable
-from dsa.optimizers.arguments import DEFAULT_FRACTION, StateDtype, as_fraction
+from dsa.optimizers.arguments import DEFAULT_FRACTION, StateDtype, as_fraction, growth_of
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
 from dsa.optimizers.options import as_number
 from dsa.optimizers.reference import follow_reference, reference_to
@@ -22,6 +22,7 @@ from dsa.rules.init import FromArray, Initializer, MatrixLike, Normal, Uniform, 
 from dsa.rules.known import RULES
 from dsa.rules.manifolds import manifold_of
 from dsa.rules.updates import AnyRule
+from dsa.state.growth import grow_tables
 from dsa.state.replacement import replace_weights
 from dsa.state.sharing import join_tables
 from dsa.state.state_directory import StateDirectory
@@ -109,11 +110,15 @@ class DiskModule(torch.nn.Module):
             raise ValueError(f"max_norm={max_norm!r} is out of range: pass a number >= 0, or None")
         if not as_number("norm_type", norm_type) > 0.0 and max_norm is not None:
             raise ValueError(f"norm_type={norm_type!r} is the p of no norm: pass a number > 0")
-        self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = as_padding(padding_idx, num_embeddings)
         self.max_norm = max_norm
         self.norm_type = norm_type
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows N of the table, as many as there are now."""
+        return len(self.weight.table)
 
     @property
     def k(self) -> float:
@@ -128,6 +133,28 @@ class DiskModule(torch.nn.Module):
     import_checkpoint = portable.import_checkpoint
     save_checkpoint = portable.save_checkpoint
     load_checkpoint = portable.load_checkpoint
+
+    def grow(self, rows: int, init: Source | None = None) -> None:
+        """Let the table have more rows, which are fresh; those that are there keep weights and moments.
+
+        Files are lengthened, not rewritten, so that it takes milliseconds; a backend that can't makes the
+        table anew. Killed at any instant, the table has the rows of before or all of the new ones. Calling
+        it again for as many rows does nothing; the next process asks for that many.
+
+        Args:
+            rows: Rows N from now on, at least as many as there are.
+            init: The first weights of the new rows: an array of those rows, or a rule of `dsa.init` for N
+                rows. None goes on with the table's own rule, as if it had had the rows from the start; a
+                table that was made of an array has none.
+
+        Raises:
+            ValueError: the table would shrink, or `init` is missing or doesn't fit; nothing has changed.
+            DiskSpaceError: there is not enough room; nothing has changed.
+        """
+        state = self.weight.state
+        with state.use():
+            grow_tables(state, [growth_of(self.weight.table, rows, init)])
+            self.weight.follow()
 
     def flush(self) -> None:
         """Return once the state directory is durable on disk."""

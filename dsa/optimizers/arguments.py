@@ -11,7 +11,7 @@ import torch
 from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
 from dsa.errors import StateMismatchError, StateWarning, notify
-from dsa.optimizers.options import as_number
+from dsa.optimizers.options import as_index, as_number
 from dsa.rules.conventions import (
     DSA_ADAM,
     AdamOptions,
@@ -24,6 +24,7 @@ from dsa.rules.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.rules.manifolds import manifold_of
 from dsa.rules.updates import AnyRule, label_of
 from dsa.schema import widened
+from dsa.state.growth import Growth
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Durability, Queue, StorageChoice, as_layout, narrowed
 from dsa.state.table import Table
@@ -42,6 +43,7 @@ __all__ = [
     "checked_updates",
     "curvatures_of",
     "dialect_of",
+    "growth_of",
     "held_tensor",
     "layout_of_backend",
     "named_groups",
@@ -382,3 +384,18 @@ def wanted_curvatures(
     for _, value in wanted:
         manifold_of(value)
     return wanted
+
+
+def growth_of(table: Table, rows: object, source: Initializer | FromArray | MatrixLike | None) -> Growth:
+    """Return how a table is to grow.
+
+    Args:
+        table: The table.
+        rows: How many it is to have.
+        source: The first weights of the new rows, see `dsa.state.growth.Growth`.
+
+    Raises:
+        TypeError, ValueError: an argument is of another kind.
+    """
+    first = None if source is None else as_initializer(source)
+    return Growth(table, as_index("rows", rows), first)

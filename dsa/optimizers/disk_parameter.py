@@ -7,6 +7,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from dsa.optimizers.resident import take_data
 from dsa.optimizers.sparse_gradient import clippable
 from dsa.optimizers.weight_access import look_up_function, refuse
 from dsa.optimizers.weight_data import WeightData
@@ -115,6 +116,16 @@ class DiskParameter(torch.nn.Parameter):
             self.data = seed.expand(len(self.table), self.table.dim)
             if self.grad is not None:
                 self.grad = convert(self.grad)
+
+    def follow(self) -> None:
+        """Take on the table's shape, if it has grown; nearly free when repeated.
+
+        A gradient that is there goes on, and so does a backward pass of a forward that was before.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, grad = (len(self.table), self.table.dim), self.grad
+            if self.shape != shape or (grad is not None and grad.shape != shape):
+                take_data(self, torch.zeros((), device=self.device, dtype=self.dtype).expand(shape))
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the text to print
         rows, dim = len(self.table), self.table.dim

@@ -64,6 +64,7 @@ def look_up(
     unique, inverse = distinct_rows(ids, len(table), table.name)
     with state.use(), thread_limit(torch.get_num_threads()):
         state.settle()
+        weight.follow()
         values = read_weights(table, unique)
         if max_norm is not None:
             changed = clip_rows(values, float(max_norm), float(norm_type))

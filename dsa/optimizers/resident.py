@@ -16,9 +16,19 @@ from dsa.kernels.layout import Floats, Words
 from dsa.kernels.rows import gather_words, scatter_words
 from dsa.kernels.threads import run_slices
 from dsa.optimizers.memory import is_writable
+from dsa.rules.init import Initializer
 from dsa.schema import Rows
+from dsa.state.growth import Growth
 
-__all__ = ["ParameterWeights", "put_rows", "require_writable", "row_elements", "take_rows"]
+__all__ = [
+    "ParameterWeights",
+    "lengthened",
+    "put_rows",
+    "require_writable",
+    "row_elements",
+    "take_data",
+    "take_rows",
+]
 
 _BLOCK_BYTES: Final = 4 << 20
 
@@ -166,4 +176,50 @@ def require_writable(parameter: torch.Tensor, name: str) -> None:
         raise ValueError(
             f"the memory of the parameter {name!r} is read-only, such as a file that was mapped for reading: "
             "pass a copy of the weights (tensor.clone()), or map the file copy-on-write (mmap_mode='c')"
+        )
+
+
+def lengthened(parameter: torch.Tensor, growth: Growth) -> torch.Tensor:
+    """Return the weights of a parameter in memory with those of new rows behind them.
+
+    Args:
+        parameter: ``(N, ...)``.
+        growth: How its table is to grow.
+
+    Raises:
+        ValueError: there are no weights for the new rows, or they don't fit or are not finite.
+    """
+    rows, more = growth.rows, growth.rows - len(parameter)
+    dim, source = row_elements(parameter.shape), growth.source
+    wanted = rows if isinstance(source, Initializer) else more
+    if source is None or (source.rows, source.dim) != (wanted, dim):
+        given = "nothing" if source is None else f"{source.rows} x {source.dim}"
+        raise ValueError(
+            f"init gives {given} where the parameter {growth.table.name!r} of shape "
+            f"{tuple(parameter.shape)} grows to {rows} rows: pass an array of {more} x {dim}, or a rule of "
+            f"dsa.init for {rows} x {dim}"
+        )
+    if isinstance(source, Initializer):
+        weights = np.empty((more, dim), np.float32)
+        source.fill(np.arange(len(parameter), rows), weights)
+    else:
+        weights = np.concatenate([block for _, block in source.blocks(max(1, _BLOCK_BYTES // (4 * dim)))])
+    new = torch.from_numpy(weights).to(parameter.device, parameter.dtype)
+    return torch.cat([parameter.detach(), new.reshape(more, *parameter.shape[1:])])
+
+
+def take_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """Give a parameter other data of its dtype and device, of another shape; its sparse gradient goes on."""
+    # Another dtype in between makes autograd forget the shape that it knows.
+    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    grad, parameter.grad = parameter.grad, None
+    parameter.data = torch.empty(0, dtype=other, device=data.device)
+    parameter.data = data
+    if grad is not None and grad.is_sparse:
+        parameter.grad = torch.sparse_coo_tensor(
+            grad._indices(),
+            grad._values(),
+            data.shape,
+            check_invariants=False,
+            is_coalesced=grad.is_coalesced(),
         )

@@ -178,6 +178,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
     add_param_group = methods.add_param_group
     step = methods.step
     prefetch = methods.prefetch
+    grow = methods.grow
     stats = methods.stats
     state_dict = methods.state_dict
     load_state_dict = methods.load_state_dict

@@ -11,6 +11,7 @@ import torch
 from dsa.optimizers.arguments import named_groups
 from dsa.optimizers.reference import merged_groups
 from dsa.optimizers.sparse_tables import SparseTables
+from dsa.rules.init import FromArray, Initializer, MatrixLike
 from dsa.state.state_directory import StateDirectory
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "close",
     "enter",
     "flush",
+    "grow",
     "leave",
     "load_state_dict",
     "portable_state",
@@ -120,6 +122,31 @@ def prefetch(  # noqa: D417
     """
     self._sparse.state.require_open()
     self._sparse.announce(indices, name)
+
+
+def grow(  # noqa: D417
+    self: SparseOptimizer,
+    name: str,
+    rows: int,
+    init: Initializer | FromArray | MatrixLike | None = None,
+) -> None:
+    """Let the table of a parameter have more rows; old ones keep weights and moments, new ones have none yet.
+
+    The parameter gets the new shape and stays the same object. A parameter in memory is given new memory, so
+    that what a module says of its size (``num_embeddings``) is for you to bring up to date.
+
+    Args:
+        name: The table's, one of `param_names`.
+        rows: Rows N from now on, at least as many as there are.
+        init: The first weights of the new rows: an array of those rows, or a rule of `dsa.init` for N rows.
+            They may be left out for a `dsa.DiskEmbedding` whose table has a rule.
+
+    Raises:
+        KeyError: the name is not a table's.
+        ValueError: the table would shrink, or `init` is missing or doesn't fit; nothing has changed.
+        DiskSpaceError: there is not enough room; nothing has changed.
+    """
+    self._sparse.grow(name, rows, init)
 
 
 def stats(self: SparseOptimizer) -> dict[str, int | float | str]:

@@ -103,6 +103,7 @@ class DiskSparseOptimizer(torch.optim.Optimizer):
     add_param_group = methods.add_param_group
     step = methods.step
     prefetch = methods.prefetch
+    grow = methods.grow
     stats = methods.stats
     state_dict = methods.state_dict
     load_state_dict = methods.load_state_dict

@@ -25,6 +25,7 @@ from dsa.optimizers.arguments import (
     checked_updates,
     curvatures_of,
     dialect_of,
+    growth_of,
     held_tensor,
     layout_of_backend,
     named_sources,
@@ -45,8 +46,10 @@ from dsa.rules.conventions import (
     WeightDecayMode,
 )
 from dsa.rules.curvature import CurvatureMap
+from dsa.rules.init import FromArray, Initializer, MatrixLike
 from dsa.state import maintenance
 from dsa.state.coalesce import as_gradient, as_rows, coalesce
+from dsa.state.growth import grow_tables
 from dsa.state.opening import open_directory
 from dsa.state.replacement import change_curvature
 from dsa.state.state_directory import StateDirectory
@@ -342,6 +345,22 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
                 list(self._state.tables.values()) if name is None else [named_table(self._state.tables, name)]
             )
             return sum(maintenance.reproject(self._state, table) for table in tables)
+
+    def grow(self, name: str, rows: int, init: Initializer | FromArray | MatrixLike | None = None) -> None:
+        """Let a table have more rows, as `dsa.DiskEmbedding.grow` does.
+
+        Args:
+            name: The table.
+            rows: Rows N from now on, at least as many as there are.
+            init: The first weights of the new rows, if not those of the table's own rule.
+
+        Raises:
+            KeyError: the name is not a table's.
+            ValueError: the table would shrink, or `init` is missing or doesn't fit; nothing has changed.
+            DiskSpaceError: there is not enough room; nothing has changed.
+        """
+        with self._ready() as state:
+            grow_tables(state, [growth_of(named_table(state.tables, name), rows, init)])
 
     def flush(self) -> None:
         """Return once everything is durable on disk."""

@@ -10,17 +10,20 @@ from typing import Any, Final, NoReturn, final
 import torch
 
 from dsa.errors import StateMismatchError, TrainingWarning, notify
-from dsa.optimizers.arguments import ParamGroups, named_groups, named_table
+from dsa.optimizers.arguments import ParamGroups, growth_of, named_groups, named_table
+from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.fingerprints import require_belonging, vouch
 from dsa.optimizers.flattening import gradient_rows
 from dsa.optimizers.holders import abandoned
 from dsa.optimizers.options import as_number
 from dsa.optimizers.reference import check_reference, follow_reference, reference_to
 from dsa.optimizers.registration import Registry
-from dsa.optimizers.resident import ParameterWeights, put_rows, row_elements
+from dsa.optimizers.resident import ParameterWeights, lengthened, put_rows, row_elements, take_data
 from dsa.optimizers.stepping import Batch, Stepping
 from dsa.optimizers.tensors import to_array
+from dsa.rules.init import FromArray, Initializer, MatrixLike
 from dsa.state.coalesce import as_rows
+from dsa.state.growth import grow_tables
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table
 
@@ -112,6 +115,22 @@ class SparseTables:
         rows = as_rows(to_array(indices).reshape(-1), len(table), table.name)
         self._stepping.prefetcher.announce(table, rows)
 
+    def grow(self, name: str, rows: object, init: Initializer | FromArray | MatrixLike | None) -> None:
+        """Let a table have more rows, and its parameter too; see `dsa.optimizers.sparse_methods.grow`."""
+        with self._ready() as state:
+            table = named_table({table.name: table for table in self._tables.values()}, name)
+            (parameter,) = (each for each, its in self._tables.items() if its is table)
+            growth = growth_of(table, rows, init)
+            if table.held is None:
+                grow_tables(state, [growth])
+            elif growth.rows != len(table):
+                longer = lengthened(parameter, growth)
+                grow_tables(state, [growth._replace(source=None)])
+                vouch([table])
+                take_data(parameter, longer)
+            if isinstance(parameter, DiskParameter):
+                parameter.follow()
+
     def statistics(self) -> dict[str, int | float | str]:
         """Return the counts, see `dsa.optimizers.statistics`."""
         return self._stepping.statistics(self.state)
@@ -164,6 +183,8 @@ class SparseTables:
 
     def _batch(self, parameter: torch.Tensor, grad: torch.Tensor, options: object) -> Batch:
         table = self._tables[parameter]
+        if isinstance(parameter, DiskParameter):
+            parameter.follow()
         if (len(parameter), row_elements(parameter.shape)) != (len(table), table.dim):
             raise StateMismatchError(
                 f"the parameter {table.name!r} is {tuple(parameter.shape)} now but its table is {len(table)} "

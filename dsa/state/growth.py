@@ -11,26 +11,28 @@ that depends on seed, row and place alone. In a table that was made of an array 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from dsa.backends.base import Growing
-from dsa.rules.init import FromArray, Initializer
+from dsa.backends.base import Growing, Layout
+from dsa.rules.init import FromArray, Initializer, MatrixLike, as_initializer
 from dsa.schema import Records
 from dsa.state.content import TableContent
 from dsa.state.facts import TableFacts
 from dsa.state.first_weights import first_content
 from dsa.state.metadata import read_metadata
+from dsa.state.opening import opened
 from dsa.state.replacement import replace_tables
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import TableSpec
 from dsa.state.table import Table, content_of, fill_untouched, stamp_of
 from dsa.state.table_files import drain_backend
 
-__all__ = ["Growth", "grow_tables"]
+__all__ = ["Growth", "grow_directory", "grow_tables"]
 
 _BLOCK_BYTES: Final = 8 << 20
 
@@ -79,6 +81,54 @@ def grow_tables(state: StateDirectory, wanted: Sequence[Growth]) -> None:
         _adopt(state, growing)
     else:
         replace_tables(state, [_grown(growth) for growth in growing])
+
+
+def grow_directory(
+    directory: str | os.PathLike[str],
+    rows: Mapping[str, int],
+    *,
+    init: Mapping[str, Initializer | FromArray | MatrixLike] | None = None,
+    backend: Layout | None = None,
+) -> None:
+    """Let tables of a state directory that nobody has open have more rows, all of them or none.
+
+    Rows that are there keep weights, moments and counters. Afterwards the tables are asked for with their new
+    numbers of rows.
+
+    Args:
+        directory: The state directory.
+        rows: For each table that is to grow how many rows it is to have.
+        init: The first weights of new rows, where they are not those of the table's own rule: an array of
+            those rows, or a rule of `dsa.init` for all rows.
+        backend: The layout of tables whose kind is not one of the package's, see `dsa.backends.Layout`.
+
+    Raises:
+        KeyError: the state has no table of a name.
+        ValueError: a table would shrink, or `init` is missing or doesn't fit; nothing has changed.
+        StateError: the directory can't be used; see `dsa.errors`.
+        DiskSpaceError: there is not enough room; nothing has changed.
+
+    Example:
+        >>> import tempfile, dsa
+        >>> path, rule = tempfile.mkdtemp(), dsa.init.Normal
+        >>> with dsa.DiskSparseRiemannianAdam({"word": rule(10, 4)}, disk_dir=path):
+        ...     pass
+        >>> grow_directory(path, {"word": 14})
+        >>> with dsa.DiskSparseRiemannianAdam({"word": rule(14, 4)}, disk_dir=path, resume=True) as optimizer:
+        ...     optimizer.read_rows([13]).shape
+        torch.Size([1, 4])
+    """
+    given = {name: as_initializer(source) for name, source in (init or {}).items()}
+    with opened(directory, backend) as state, state.use():
+        unknown = sorted({*rows, *given} - set(state.tables))
+        if unknown or given.keys() - rows.keys():
+            raise KeyError(
+                f"the tables {unknown or sorted(given)} can't grow in {str(state.path)!r}: pass rows= for "
+                f"some of {sorted(state.tables)}"
+            )
+        grow_tables(
+            state, [Growth(state.tables[name], count, given.get(name)) for name, count in rows.items()]
+        )
 
 
 def _check(growth: Growth) -> None:

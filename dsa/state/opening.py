@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dsa.backends import system
+from dsa.backends.base import Layout
 from dsa.errors import (
     DiskSpaceError,
     StateCorruptError,
@@ -31,10 +33,10 @@ from dsa.state.metadata import METADATA_NAME, Metadata, journal_files, owned_fil
 from dsa.state.migration import migrate_in_place, set_aside
 from dsa.state.recovery import continue_state
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import Storage, TableSpec
+from dsa.state.storage import Durability, Storage, StorageChoice, TableSpec
 from dsa.state.table_files import remove_table_file
 
-__all__ = ["migrate_directory", "open_directory"]
+__all__ = ["migrate_directory", "open_directory", "opened"]
 
 
 def open_directory(
@@ -93,6 +95,25 @@ def open_directory(
     except BaseException:
         held.release()
         raise
+
+
+@contextmanager
+def opened(directory: str | os.PathLike[str], backend: Layout | None) -> Iterator[StateDirectory]:
+    """Open a state directory as it is, and close it at the end."""
+    path = Path(local_directory(directory))
+    stored = read_metadata(path) if path.is_dir() else None
+    if stored is None:
+        raise StateNotFoundError(
+            f"there is no state of this release in {str(directory)!r}: check the path, or migrate the state "
+            "of an older one with dsa.migrate"
+        )
+    durability = cast("Durability", stored.durability)  # checked when read
+    storage = StorageChoice(backend=backend, durability=durability).complete()
+    state = open_directory(directory, [], True, storage, exact=False)
+    try:
+        yield state
+    finally:
+        state.close()
 
 
 def _make_directories(path: Path) -> None:
