@@ -246,7 +246,8 @@ def check_group(path: Path, description: dict[str, Any]) -> bool:
     stored = attributes.get("dsa_table") if isinstance(attributes, dict) else None
     growing = description.get(GROWING)
     description = {key: value for key, value in description.items() if key != GROWING}
-    rows = told = description.get("rows")
+    rows: Any = description.get("rows")
+    told = rows
     if growing:
         told = _more_than(rows, stored)
     if _text(stored) != _text({**description, "rows": told}) or root.get("node_type") != "group":
