@@ -82,8 +82,10 @@ class MappedPieces:
     def note_changes(self) -> None:
         """Tell the arrays which of their shards have changed."""
         changed = self._pieces.changed
-        for array, first in zip(self._arrays, self._pieces.first.tolist(), strict=True):
-            shards = np.flatnonzero(changed[first : first + len(array.shards)])
+        firsts = self._pieces.first.tolist()
+        # An array may have more shards by now than when this was made.
+        for array, kept, first in zip(self._arrays, self._kept, firsts, strict=True):
+            shards = np.flatnonzero(changed[first : first + len(kept)])
             array.note_changed(shards.tolist())  # first, or an interrupt would lose it
             changed[first + shards] = False
 

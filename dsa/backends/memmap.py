@@ -10,7 +10,7 @@ of the disk. ``stride="page"`` pads whatever it costs.
 
 File: a header page, see `dsa.backends.table_header`, then ``rows * stride`` bytes. The header repeats the
 description and carries the table's id, so that truncated, extended, swapped and foreign files are told apart
-from sound ones when the file is opened. A table grows at the end of its file, see `dsa.backends.room`.
+from sound ones when the file is opened. A table grows at its end, see `dsa.backends.room`.
 
 *Checksums.* Where records have a stamp, each is followed by a checksum of its words
 (`dsa.kernels.checksums`), computed and verified while they are copied. A page that a loss of power has left
@@ -141,8 +141,7 @@ class MemmapBackend:
         self._reads = ColdReads()
         size = self._bytes_of(self._rows)
         self._mapping: mmap.mmap | None = map_file(file, path, size, writable)
-        # Letting go of a mapping takes the longer, the more of it was used: those before stay until the end.
-        self._former: list[mmap.mmap] = []
+        self._former: list[mmap.mmap] = []  # letting go of one takes the longer, the more of it was used
         self._is_ahead = not writable
         self._table = self._over(self._mapping, self._rows)
         self._room = self._synced = self._rows  # those behind the table's are zero
@@ -311,35 +310,31 @@ class MemmapBackend:
     def make_room(self, rows: int) -> bool:
         """Lengthen the file, whose new part is zero; see `Growing.make_room`."""
         self._writable_table()
-        former = self._mapping
-        if former is None or (rows <= self._room and self._is_ahead):
+        former, rows = self._mapping, max(rows, self._room)
+        if former is None or (rows == self._room and self._is_ahead):
             return True
-        before, size = self._bytes_of(self._room), self._bytes_of(max(rows, self._room))
+        before, size = self._bytes_of(self._room), self._bytes_of(rows)
         reserve = self._header["allocate"] == "reserve"
         mapping = lengthen(self._path, former, before, size, unit=self._stride, reserve=reserve)
-        self._is_ahead = True
+        self._is_ahead, self._room = True, rows
         if mapping is not former:
             self._former.append(former)
             self._mapping, self._table = mapping, self._over(mapping, self._rows)
         if self._holes is not None:
             self._holes.follow(mapping, size)
-        self._room = max(rows, self._room)
         return True
 
     def adopt_rows(self, rows: int) -> None:
         """Have so many rows, once the device holds that the file is so long; see `Growing.adopt_rows`."""
         self._writable_table()
-        assert rows <= self._room, "make_room comes first"
-        if self._mapping is None:
-            return
+        assert rows <= self._room and self._mapping is not None, "make_room comes first"
         if rows > self._synced:
             sync_range(self._mapping, self._path, self._bytes_of(self._synced), self._bytes_of(rows))
         elif rows < self._rows:
             self._room = rows  # what was written behind them goes when there is to be room again
             if self._holes is not None:
                 self._holes.follow(self._mapping, self._bytes_of(rows))
-        self._synced = rows
-        self._table, self._rows = self._over(self._mapping, rows), rows
+        self._table, self._rows, self._synced = self._over(self._mapping, rows), rows, rows
         self._header = {**self._header, "rows": rows}
 
     def scan(self, start: int, stop: int) -> Iterator[tuple[int, Records]]:
@@ -400,8 +395,7 @@ class MemmapBackend:
         mapping, self._mapping = self._mapping, None
         self._table = np.empty((0, 0), np.int32)
         self._holes = None
-        former, self._former = self._former, []
-        for each in former if mapping is None else [*former, mapping]:
+        for each in self._former if mapping is None else [*self._former, mapping]:
             # An exception that is still being handled may hold a view; the mapping goes when that goes.
             with contextlib.suppress(BufferError):
                 each.close()

@@ -247,6 +247,7 @@ class ZarrBackend:
         self._writable_arrays()
         if rows <= self._room["rows"]:
             return True
+        self._note_changes()
         grown = extend_group(self._path, self._room, rows, self._all_arrays())
         self._room = grown or self._room
         self._renew_pieces()
@@ -288,8 +289,7 @@ class ZarrBackend:
             OSError: the device has refused; what it refused may not be written again by a later flush.
         """
         arrays = self._all_arrays()
-        if self._pieces is not None:
-            self._pieces.note_changes()
+        self._note_changes()
         for array in arrays:
             array.flush()
         if not self._tree_synced:
@@ -313,13 +313,17 @@ class ZarrBackend:
 
     def _settle_rest(self) -> None:
         """Let go of room for more rows than there are, so that the documents say how many there are."""
+        self._note_changes()
         shorten_group(self._path, self._description, self._all_arrays())
         self._room = self._description
         self._renew_pieces()
 
-    def _renew_pieces(self) -> None:
+    def _note_changes(self) -> None:
         if self._pieces is not None:
             self._pieces.note_changes()
+
+    def _renew_pieces(self) -> None:
+        if self._pieces is not None:
             self._pieces = MappedPieces(self._all_arrays())
 
     def _release(self) -> None:
