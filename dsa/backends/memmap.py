@@ -327,7 +327,8 @@ class MemmapBackend:
     def adopt_rows(self, rows: int) -> None:
         """Have so many rows, once the device holds that the file is so long; see `Growing.adopt_rows`."""
         self._writable_table()
-        assert rows <= self._room and self._mapping is not None, "make_room comes first"
+        assert rows <= self._room, "make_room comes first"
+        assert self._mapping is not None, "it is open"
         if rows > self._synced:
             sync_range(self._mapping, self._path, self._bytes_of(self._synced), self._bytes_of(rows))
         elif rows < self._rows:
