@@ -16,7 +16,7 @@ __all__ = ["MappedPieces"]
 
 T = TypeVar("T")
 
-_BLOCK_BYTES: Final = 256 << 10
+_BLOCK_BYTES: Final = 512 << 10
 """What is brought together at a time, and lies in as many bytes at its places: both in a cache of 1 MiB."""
 
 

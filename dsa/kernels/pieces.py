@@ -1,27 +1,30 @@
 """Passes between records and the places where each of their fields lies in an array of its own.
 
-The arrays are cut into shards, each of which is mapped somewhere in memory. A pass goes through all fields of
-a row before it goes to the next one: a processor that waits for one array is then waiting for all of them.
-Nobody counts references here: whoever calls keeps the shards mapped.
+The arrays are cut into shards, each of which is mapped somewhere in memory. Nobody counts references here:
+whoever calls keeps the shards mapped. Rows are in order, so that one shard after another is met.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from dsa.kernels.compiled import compiled
+from dsa.kernels.compiled import compiled, inlined
 from dsa.kernels.fence import fence
 from dsa.kernels.layout import Words
 from dsa.kernels.prefetching import AHEAD, LINE_WORDS, prefetch
 from dsa.schema import Rows
 
 __all__ = ["Pieces", "gather_pieces", "scatter_pieces"]
+
+_NOWHERE: Final = -1
+_NARROW_AHEAD: Final = 64
+"""How far ahead a field of one word is asked for: a row of it takes no time, see `dsa.kernels.columns`."""
 
 
 class Pieces(NamedTuple):
@@ -45,47 +48,63 @@ class Pieces(NamedTuple):
 @compiled(_nrt=False)
 def gather_pieces(pieces: Pieces, rows: Rows, records: Words) -> None:
     """Copy all pieces of each row to ``records[p]``, of ``(B, W)`` words."""
-    for p in range(rows.shape[0]):
-        _ask_ahead(pieces, rows, p)
-        for f in range(pieces.first.shape[0]):
-            _, address = _find(pieces, f, rows[p])
-            target = records[p, pieces.columns[f] : pieces.columns[f + 1]]
-            _load(target, address)  # type: ignore[call-arg]  # numba passes the first one
+    for f in range(pieces.first.shape[0]):
+        begin, end = pieces.columns[f], pieces.columns[f + 1]
+        ahead = max(AHEAD, _NARROW_AHEAD // (end - begin))
+        here, there = _NOWHERE, _NOWHERE
+        for p in range(rows.shape[0]):
+            if p + ahead < rows.shape[0]:
+                there = _follow(pieces, f, rows[p + ahead], there)
+                _ask(_address(pieces, f, rows[p + ahead], there), end - begin)
+            here = _follow(pieces, f, rows[p], here)
+            _get(records[p, begin:end], _address(pieces, f, rows[p], here))
 
 
 @compiled(_nrt=False)
 def scatter_pieces(pieces: Pieces, rows: Rows, records: Words) -> None:
     """Copy ``records[p]``, of ``(B, W)`` words, to all pieces of each row, and note which shards changed."""
-    for p in range(rows.shape[0]):
-        _ask_ahead(pieces, rows, p)
-        for f in range(pieces.first.shape[0]):
-            shard, address = _find(pieces, f, rows[p])
-            _put(records[p, pieces.columns[f] : pieces.columns[f + 1]], address)
+    for f in range(pieces.first.shape[0]):
+        begin, end = pieces.columns[f], pieces.columns[f + 1]
+        here = _NOWHERE
+        for p in range(rows.shape[0]):
+            here = _follow(pieces, f, rows[p], here)
+            _put(records[p, begin:end], _address(pieces, f, rows[p], here))
             fence()  # noted afterwards: a flush that began before must not count for it
-            pieces.changed[shard] = True
+            pieces.changed[pieces.first[f] + here] = True
 
 
-@compiled(_nrt=False)
-def _put(words: Words, address: int) -> None:
-    _store(words, address)  # type: ignore[call-arg]  # numba passes the first one
+@inlined
+def _follow(pieces: Pieces, f: int, row: int, shard: int) -> int:
+    """Return the shard of a row, given that of another one: of rows in order it is mostly the same."""
+    low = shard * pieces.shard_rows[f]
+    if low <= row < low + pieces.shard_rows[f]:
+        return shard
+    return int(row // pieces.shard_rows[f])
 
 
-@compiled(_nrt=False)
-def _find(pieces: Pieces, f: int, row: int) -> tuple[int, int]:
-    """Return in which shard a field of a row is, and where in memory."""
-    width = pieces.columns[f + 1] - pieces.columns[f]
-    shard = row // pieces.shard_rows[f]
+@inlined
+def _address(pieces: Pieces, f: int, row: int, shard: int) -> int:
+    """Return where in memory a field of a row is that lies in a shard."""
     place = row - shard * pieces.shard_rows[f]
-    return pieces.first[f] + shard, pieces.addresses[pieces.first[f] + shard] + 4 * width * place
+    width = pieces.columns[f + 1] - pieces.columns[f]
+    address: int = pieces.addresses[pieces.first[f] + shard] + 4 * width * place
+    return address
 
 
-@compiled(_nrt=False)
-def _ask_ahead(pieces: Pieces, rows: Rows, p: int) -> None:
-    if p + AHEAD < rows.shape[0]:
-        for f in range(pieces.first.shape[0]):
-            _, address = _find(pieces, f, rows[p + AHEAD])
-            for word in range(0, pieces.columns[f + 1] - pieces.columns[f], LINE_WORDS):
-                prefetch(address + 4 * word)  # type: ignore[call-arg]  # numba passes the first one
+@inlined
+def _ask(address: int, width: int) -> None:
+    for word in range(0, width, LINE_WORDS):
+        prefetch(address + 4 * word)  # type: ignore[call-arg]  # numba passes the first one
+
+
+@inlined
+def _get(words: Words, address: int) -> None:
+    _load(words, address)  # type: ignore[call-arg]  # likewise
+
+
+@inlined
+def _put(words: Words, address: int) -> None:
+    _store(words, address)  # type: ignore[call-arg]  # likewise
 
 
 @intrinsic
