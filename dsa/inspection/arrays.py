@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.schema import is_bfloat16
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -43,12 +45,17 @@ def dataset(fields: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any]) -
         name: xarray.Variable(
             ("row", "dim")[: len(array.shape)],
             array if isinstance(array, np.ndarray) else _lazily(array),
-            {"long_name": _DESCRIPTIONS[name]} if name in _DESCRIPTIONS else {},
+            _attributes(name, array.dtype),
         )
         for name, array in fields.items()
     }
     result: Dataset = xarray.Dataset(variables, attrs=dict(attributes))
     return result
+
+
+def _attributes(name: str, dtype: np.dtype[Any]) -> dict[str, str]:
+    described = {"long_name": _DESCRIPTIONS[name]} if name in _DESCRIPTIONS else {}
+    return {**described, **({"dsa_dtype": "bfloat16"} if is_bfloat16(dtype) else {})}
 
 
 def tree(datasets: Mapping[str, Dataset], attributes: Mapping[str, Any]) -> DataTree:

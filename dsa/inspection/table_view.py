@@ -57,7 +57,9 @@ class TableView:
     `read` and `weights` copy rows and have neither gap.
 
     Of a table that is stored as Zarr, ``table["w"]`` is a `zarr.Array`: its slices are numpy arrays. Of one
-    in a storage of your own it may be an array that reads rows when it is sliced.
+    in a storage of your own it may be an array that reads rows when it is sliced. A field that is stored as
+    bfloat16 is one of uint16, its bit patterns: ``(patterns.astype("uint32") << 16).view("float32")`` are the
+    numbers. `dsa.schema.read_numbers` reads them from records.
 
     Args:
         source: Its records, opened for reading.
@@ -227,7 +229,8 @@ class TableView:
         """Return the fields as a Dataset with the dimensions ``row`` and ``dim``, without reading them.
 
         The arrays are those of ``table[field]``. Slicing reads what it selects; ``ds.w.where(ds.s > 0)``
-        leaves out rows that were never written.
+        leaves out rows that were never written. What is stored as bfloat16 is uint16, see the class, and has
+        an attribute ``dsa_dtype``.
 
         Raises:
             ImportError: xarray is not installed.

@@ -242,6 +242,8 @@ def test_looking_at_a_table(tmp_path):
     with open_state(tmp_path / "narrow") as view:
         table = view["entity"]
         assert (numbers(np.asarray(table["m"])) == read_numbers(records, "m")).all()
+        attributes = {name: variable.attrs.get("dsa_dtype") for name, variable in table.to_xarray().items()}
+        assert attributes == {**dict.fromkeys("wmv", "bfloat16"), "t": None, "s": None}
 
 
 def test_damage_is_found_and_reset(tmp_path):
@@ -378,3 +380,40 @@ def test_state_of_torch_is_taken_over(tmp_path):
     moments = theirs.state_dict()["state"][0]
     for name, key in ("m", "exp_avg"), ("v", "exp_avg_sq"):
         assert (read_numbers(records, name) == moments[key].bfloat16().float().numpy()).all()
+
+
+def test_a_damaged_file_is_verified_and_repaired(tmp_path):
+    with build(tmp_path, ALL) as optimizer:
+        train(optimizer, 2)
+        optimizer.flush()
+        stride = optimizer._portable_state().tables["entity"].backend.describe()["stride"]
+    (file,) = tmp_path.glob("entity-*.dsa")
+    data = bytearray(file.read_bytes())
+    data[-stride * 5 + 3] ^= 0x40
+    file.write_bytes(data)
+    assert not verify(tmp_path).ok
+    (repaired,) = dsa.repair(tmp_path).tables
+    assert len(repaired.reset) == 1
+    assert verify(tmp_path).ok
+    with build(tmp_path, ALL, resume=True) as optimizer:
+        train(optimizer, 4)
+
+
+def test_moments_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    with build(tmp_path, ALL) as optimizer:
+        train(optimizer, 3)
+    with open_state(tmp_path) as view:
+        axes = dsa.plots.moment_scales(view["entity"])
+    assert axes.get_xlabel()
+
+
+def test_a_module_that_only_reads(tmp_path):
+    module = DiskEmbedding(50, 4, state_dtype=ALL, state_dir=tmp_path)
+    with closing(module), DiskSparseAdam(module.parameters(), 0.1) as optimizer:
+        module(torch.tensor([3, 4])).sum().backward()
+        optimizer.step()
+        expected = module(torch.tensor([3, 4, 9])).detach()
+    reader = DiskEmbedding.open(tmp_path)
+    with closing(reader):
+        assert torch.equal(reader(torch.tensor([3, 4, 9])), expected)
