@@ -68,12 +68,14 @@ class Configuration:
     second_moment: str
     shapes: tuple[Shape, ...]
     calls: tuple[Call, ...]
+    state_dtype: str | None = None
 
     @property
     def name(self) -> str:
         """What tells it apart, in words."""
         kind = "modules" if self.modules else "tables"
         how = f"{self.backend}, {self.durability}{', queue' if self.async_writes else ''}"
+        how = f"{how}, {self.state_dtype}" if self.state_dtype else how
         calls = " ".join(f"{call.kind}:{call.number}" for call in self.calls)
         return f"configuration {self.seed}: {kind}, {how}, {self.threads} threads, {self.shapes}, {calls}"
 
@@ -247,6 +249,7 @@ class _Tables(Opened):
             second_moment=made.second_moment,
             async_writes=made.async_writes,
             max_queue_size=4,
+            state_dtype=made.state_dtype,
         )
         self.state = optimizer._state
         return optimizer
@@ -293,6 +296,7 @@ class _Tables(Opened):
                 adam_rule(self.configuration.second_moment),
                 k=shape.k,
                 init_max_norm_fraction=0.5,
+                state_dtype=self.configuration.state_dtype,
             )
             add_table(self.state, spec, self.state.storage)
 
@@ -308,6 +312,7 @@ class _Modules(Opened):
             "backend": BACKENDS[made.backend],
             "durability": made.durability,
             "async_writes": made.async_writes,
+            "state_dtype": made.state_dtype,
         }
         self.modules: dict[str, torch.nn.Module] = {}
         for shape in made.shapes:
@@ -384,4 +389,4 @@ def _first_weights(made: Configuration, shape: Shape) -> object:
 
 
 def _extra_shape(made: Configuration) -> Shape:
-    return Shape("extra", 90, 3, made.shapes[0].k)
+    return Shape("extra", 90, 4, made.shapes[0].k)

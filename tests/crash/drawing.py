@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from configurations import Call, Configuration, Shape
 
@@ -84,7 +84,7 @@ def draw_configuration(seed: int, durability: str | None = None) -> Configuratio
         )
         for number, name in enumerate(chosen)
     )
-    return Configuration(
+    drawn = Configuration(
         seed,
         modules,
         rng.choice(["memmap", "memmap", "zarr", "zstd"]),
@@ -96,3 +96,8 @@ def draw_configuration(seed: int, durability: str | None = None) -> Configuratio
         shapes,
         tuple(_Drawing(rng).calls(_MODULE_CALLS if modules else _TABLE_CALLS, rng.randint(8, 18))),
     )
+    if rng.random() > 0.3:
+        return drawn
+    # Two of a bfloat16 are a word.
+    even = tuple(shape._replace(dim=shape.dim + shape.dim % 2) for shape in shapes)
+    return replace(drawn, shapes=even, state_dtype="bfloat16")
