@@ -37,15 +37,20 @@ def follow_reference(state: StateDirectory, tables: list[str], reference: dict[s
             no checkpoint that can be read.
     """
     kept = reference.get("checkpoint") if isinstance(reference, dict) else None
-    if isinstance(kept, dict) and reference.keys() >= _KEYS and _is_other_step(state, reference):
+    if isinstance(kept, dict) and reference.keys() >= _KEYS and _leads_elsewhere(state, reference, kept):
         _import(state, reference, kept)
     check_reference(state, tables, reference)
 
 
-def _is_other_step(state: StateDirectory, reference: dict[str, Any]) -> bool:
+def _leads_elsewhere(state: StateDirectory, reference: dict[str, Any], kept: dict[str, Any]) -> bool:
+    """Tell whether the checkpoint has to be imported: not where the state is what it was made of."""
+    step = reference["global_step"]
     if state.global_step == 0 and reference["identity"] != state.identity:
         return True  # a new state, in which there is nothing to be lost
-    return bool(reference["identity"] == state.identity and reference["global_step"] != state.global_step)
+    if reference["identity"] != state.identity:
+        return False
+    # After going back and on, this step may be another one than that which was exported before.
+    return bool(state.global_step != step or state.exports.get(str(kept.get("content_root"))) != step)
 
 
 def _import(state: StateDirectory, reference: dict[str, Any], kept: dict[str, Any]) -> None:

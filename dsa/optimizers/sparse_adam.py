@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -151,6 +152,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "weight_decay_mode": self._convention.weight_decay_mode,
             "maximize": maximize,
+            **_told(self._convention, fixed),
         }
         groups = checked_groups(params, defaults, self._sparse)
         require_ball(max_step, groups)
@@ -199,7 +201,33 @@ class DiskSparseAdam(torch.optim.Optimizer):
 
 def _options_of(group: dict[str, Any], fixed: AdamOptions, convention: Convention) -> AdamOptions:
     require_countable(convention, [group])
+    for name, value in _told(convention, fixed).items():
+        if group.get(name, value) != value:
+            raise ValueError(
+                f"{name}={group[name]!r} of a parameter group is not the optimizer's, which is {value!r}: "
+                "build an optimizer with it"
+            )
     return group_options(group, fixed)
+
+
+def _told(convention: Convention, fixed: AdamOptions) -> dict[str, Any]:
+    """Return the options that all groups share, and have for whoever builds the optimizer again from one.
+
+    Points of a dialect that no argument of the constructor has are among them where they are not the
+    default's: they are then an error and not lost.
+    """
+    default = Convention("uncorrected", "row")
+    points = {field.name: getattr(convention, field.name) for field in fields(convention)}
+    return {
+        "bias_correction": convention.bias_correction,
+        "second_moment": convention.second_moment,
+        "v_transport": fixed.v_transport,
+        "max_step": fixed.max_step,
+        **{name: points[name] for name in _DIALECT if points[name] != getattr(default, name)},
+    }
+
+
+_DIALECT: Final = ("eps_placement", "duplicates", "empty_batch", "beta_powers")
 
 
 def _import_moments(

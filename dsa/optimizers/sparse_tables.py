@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 
-from dsa.errors import StateMismatchError, TrainingWarning, notify
+from dsa.errors import StateError, StateMismatchError, TrainingWarning, notify
 from dsa.optimizers.arguments import ParamGroups, growth_of, named_groups, named_table
 from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.fingerprints import require_belonging, vouch
@@ -94,16 +95,20 @@ class SparseTables:
             ValueError, StateError: see `Registry.tables`.
         """
         self._state, self._tables = self._registry.tables(groups, self._tables, user)
+        for table in self._tables.values():
+            table.stepper = weakref.ref(self)
 
     def step(self, groups: Groups) -> None:
         """Take one step with the gradients that the parameters have.
 
         Raises:
             RuntimeError: a gradient is dense; nothing has changed.
+            StateError: another optimizer was built over the tables after this one.
             GradientError, CorruptRowError, DiskSpaceError: see `Stepping.take`.
         """
         grads = self._gradients(groups)
         if grads:
+            self._require_latest()
             with self._ready() as state:
                 require_belonging(state, list(self._tables.values()), self._registry.positional)
                 self._stepping.take(state, self._as_taken([self._batch(*each) for each in grads]))
@@ -148,9 +153,9 @@ class SparseTables:
         """
         with self._ready() as state:
             if "dsa" in state_dict:
-                # A module that was loaded has said which step is meant.
-                follow = check_reference if state.loaded_step == state.global_step else follow_reference
-                follow(state, self.names, state_dict["dsa"])
+                if state.loaded_step == state.global_step:  # a module that was loaded has said which is meant
+                    check_reference(state, self.names, state_dict["dsa"])
+                follow_reference(state, self.names, state_dict["dsa"])
             else:
                 self._take_over(state, self._tables, state_dict)
             vouch(list(self._tables.values()))
@@ -161,6 +166,17 @@ class SparseTables:
         if self._state is not None:
             with self._state.exclusive:
                 self._state.close()
+
+    def _require_latest(self) -> None:
+        for table in self._tables.values():
+            latest = None if table.stepper is None else table.stepper()
+            if latest is None:
+                table.stepper = weakref.ref(self)
+            elif latest is not self:
+                raise StateError(
+                    f"table {table.name!r} was handed to another optimizer after this one, and the steps of "
+                    "two would be of one state: step the later one, or build this one again"
+                )
 
     def _ready(self) -> AbstractContextManager[StateDirectory]:
         return self._stepping.ready(self.state, torch.get_num_threads())

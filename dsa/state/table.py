@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
@@ -81,6 +82,7 @@ class Table:
         held: The weights, where they are in memory and not in the records.
         awaited: The fingerprint of the weights in memory that go with the moments, until it is seen that they
             do: an empty string when it is not known, None when nothing is to be seen to.
+        stepper: The optimizer that was built over it last.
         mapped: The backend, when a step may change its records where they are.
     """
 
@@ -92,6 +94,7 @@ class Table:
     generation: int = 0
     held: HeldWeights | None = None
     awaited: str | None = None
+    stepper: weakref.ref[object] | None = None
     mapped: InPlace | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """`CombinedOptimizer`: both halves take each step and go back to one step, or it is told that they can't."""
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -18,6 +19,7 @@ from dsa.errors import (
     CheckpointNotFoundError,
     GradientError,
     StateClosedError,
+    StateError,
     StateMismatchError,
     StateWarning,
     TrainingWarning,
@@ -345,6 +347,25 @@ def test_going_back_to_what_was_saved(make, tmp_path):
     assert_equal(everything(model), expected[1])
 
 
+def test_the_same_step_of_another_course_is_not_taken_for_the_one_that_was_saved(make, tmp_path):
+    """Gone back and on with other batches, the tables are at the step of a saved file, and are others."""
+    model, optimizer = build(make, checkpoints=tmp_path / "kept")
+    train(model, optimizer, [0, 1])
+    early = saved(model, optimizer)
+    train(model, optimizer, [2, 3])
+    late, expected = saved(model, optimizer), everything(model)
+    restore(early, model, optimizer)
+    train(model, optimizer, [7, 8])
+    assert optimizer.global_step == 4
+    restore(late, model, optimizer)
+    assert_equal(everything(model), expected)
+    restore(early, model, optimizer)
+    train(model, optimizer, [7, 8])
+    optimizer.state_dict()  # in place of the checkpoint that the later file refers to
+    with pytest.raises(RuntimeError, match="holds something else now"):
+        restore(late, model, optimizer)
+
+
 def test_a_new_directory_takes_the_checkpoint_too(make, tmp_path):
     table = make.disk(9, 2)
     optimizer = CombinedOptimizer(table, checkpoints=tmp_path / "kept")
@@ -514,3 +535,68 @@ def test_killed_at_any_call_of_a_save_or_of_going_back(make, tmp_path):
         assert_stands_at(4)
     assert in_child(live) == 0
     assert_stands_at(6)
+
+
+def again(optimizer):
+    """An optimizer built as trainers do that build theirs again: from the first parameter group."""
+    (group,) = optimizer.param_groups
+    return type(optimizer)(group["params"], **{key: value for key, value in group.items() if key != "params"})
+
+
+REBUILT = {
+    "torch's counter": {"bias_correction": "parameter"},
+    "decay": {"weight_decay": 0.1, "weight_decay_mode": "decoupled", "bias_correction": "global"},
+    "a dialect by its arguments": {"convention": dsa.conventions.TORCH_SPARSE_ADAM},
+}
+
+
+@pytest.mark.parametrize("case", REBUILT)
+def test_d27_an_optimizer_built_again_from_its_groups_is_the_same(make, case):
+    found = []
+    for rebuild in (False, True):
+        table = make.disk(9, 2, where=str(rebuild))
+        optimizer = make.adam(table, where=str(rebuild), **REBUILT[case])
+        for number in range(4):
+            if rebuild:
+                optimizer = again(optimizer)
+            optimizer.zero_grad()
+            table(torch.tensor([number, 1])).sum().backward()
+            optimizer.step()
+        found.append(weights(table))
+    assert torch.equal(*found)
+
+
+def test_d27_what_a_constructor_can_not_be_told_is_an_error(make):
+    optimizer = make.adam(make.disk(9, 2), convention=dsa.conventions.DSA_ADAM)
+    with pytest.raises(TypeError, match="eps_placement"):
+        again(optimizer)
+
+
+def test_d27_options_of_all_groups_are_not_changed_in_one(make):
+    table = make.disk(9, 2)
+    optimizer = make.adam(table, bias_correction="parameter")
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["bias_correction"] = "row"
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="bias_correction='row' of a parameter group is not the optimizer's"):
+        optimizer.step()
+    other = make.adam(table)
+    with pytest.raises(ValueError, match="bias_correction='parameter'"):
+        other.load_state_dict(saved)
+
+
+def test_d27_of_two_optimizers_over_one_table_the_later_one_steps(make):
+    table = make.disk(9, 2)
+    first = make.adam(table)
+    second = DiskSparseAdam(table.parameters(), lr=0.2)
+    table(torch.tensor([1])).sum().backward()
+    before = contents(make.directory())
+    with pytest.raises(StateError, match="'embedding' was handed to another optimizer after this one"):
+        first.step()
+    assert contents(make.directory()) == before
+    second.step()
+    del second
+    gc.collect()
+    first.step()
+    assert first.global_step == 2
+    first.close()
