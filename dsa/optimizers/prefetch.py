@@ -12,8 +12,8 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol, TypeVar, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, Final, Generic, Protocol, TypeVar, cast, final
 
 import numpy as np
 
@@ -124,8 +124,11 @@ class Prefetching(Protocol):
 
 def lookahead(
     loader: Iterable[Batch], optimizer: Prefetching, ids: Callable[[Batch], Any | Mapping[str, Any]]
-) -> Iterator[Batch]:
-    """Yield the batches of a loader, announcing the rows of the next one while the current one is worked on.
+) -> Iterable[Batch]:
+    """Wrap a loader: the rows of the next batch are announced while the current one is worked on.
+
+    What is returned is what the loader is: of an iterator one more, to be used once; of a `DataLoader` or a
+    list something to be iterated again in each epoch, with the loader's length and attributes.
 
     Args:
         loader: Any iterable of batches, such as a `torch.utils.data.DataLoader`.
@@ -142,6 +145,34 @@ def lookahead(
         working on [1, 2]
         working on [3]
     """
+    if isinstance(loader, Iterator):
+        return _ahead(loader, optimizer, ids)
+    return _Lookahead(loader, optimizer, ids)
+
+
+class _Lookahead(Generic[Batch]):
+    """A loader that announces rows, see `lookahead`."""
+
+    def __init__(
+        self, loader: Iterable[Batch], optimizer: Prefetching, ids: Callable[[Batch], Any | Mapping[str, Any]]
+    ) -> None:
+        self._loader, self._optimizer, self._ids = loader, optimizer, ids
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _ahead(self._loader, self._optimizer, self._ids)
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._loader))
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the loader's
+        if name.startswith("_"):  # nothing of its own is missing, but while it is copied
+            return object.__getattribute__(self, name)
+        return getattr(self._loader, name)
+
+
+def _ahead(
+    loader: Iterable[Batch], optimizer: Prefetching, ids: Callable[[Batch], Any | Mapping[str, Any]]
+) -> Iterator[Batch]:
     batches = iter(loader)
     try:
         current = next(batches)

@@ -22,7 +22,7 @@ RECIPES = dict(
 def needs(*libraries):
     """Skip a module's tests where a library is missing."""
     missing = [each for each in libraries if importlib.util.find_spec(each) is None]
-    reason = f"{', '.join(missing)} not installed: pip install 'dsa[integrations]'"
+    reason = f"{', '.join(missing)} not installed: pip install --no-deps -r tests/integrations/versions.txt"
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import operator
 import os
 import threading
 import warnings
@@ -377,6 +378,22 @@ def test_the_loader_is_one_batch_ahead_and_no_more():
     assert next(batches) == [1]
     assert loaded == [0, 1, 2]
     batches.close()
+
+
+def test_d12_a_loader_that_is_wrapped_is_one(tmp_path):
+    """Iterated in each epoch, with a length and the attributes that trainers ask for."""
+    loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+    recorder = Recorder()
+    batches = dsa.lookahead(loader, recorder, ids=lambda batch: batch)
+    assert [len(list(batches)) for _ in range(3)] == [4, 4, 4]
+    assert len(recorder.events) == 9
+    assert (len(batches), batches.batch_size, batches.dataset is loader.dataset) == (4, 2, True)
+    first, second = iter(batches), iter(batches)
+    assert next(first).tolist() == next(second).tolist() == [0, 1]
+    with pytest.raises(AttributeError, match="no_such"):
+        operator.attrgetter("no_such")(batches)
+    with pytest.raises(TypeError, match="len"):
+        len(dsa.lookahead((each for each in loader), recorder, ids=lambda batch: batch))
 
 
 def test_the_loader_s_error_comes_after_every_batch_before_it():
