@@ -121,7 +121,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         super().__init__(made.param_groups[:1], {key: own[key] for key in own if key in shared or not shared})
         self._share([made] * len(made.param_groups) + self._dense_groups())
         if keeper is not None:
-            self._sparse.state.keeper = keeper
+            keeper.serve(self._sparse.state)
 
     @property
     def global_step(self) -> int:

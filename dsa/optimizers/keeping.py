@@ -47,6 +47,19 @@ class CheckpointKeeper:
         self._made: tuple[str, int, int] | None = None
         self._reference: dict[str, str] | None = None
 
+    def serve(self, state: StateDirectory) -> None:
+        """Make the checkpoints of a state from here on.
+
+        Raises:
+            ValueError: the place is inside the state's directory, where no checkpoint can be.
+        """
+        if Path(os.path.realpath(self._place)).is_relative_to(os.path.realpath(state.path)):
+            raise ValueError(
+                f"checkpoints={str(self._place)!r} is inside the state directory {str(state.path)!r}: pass a "
+                "directory beside it"
+            )
+        state.keeper = self
+
     def __call__(self, state: StateDirectory) -> dict[str, str] | None:
         """Return where a checkpoint of the present step is and the name of its content, making it if need be.
 

@@ -312,6 +312,10 @@ REFUSED = {
         "keep=1 is too few",
     ),
     "no checkpoints": (lambda make: CombinedOptimizer(make.disk(9, 2), keep=2), "nobody makes"),
+    "a place inside": (
+        lambda make: CombinedOptimizer(make.disk(9, 2), checkpoints=make.directory() / "kept"),
+        "is inside the state directory .*: pass a directory beside it",
+    ),
     "an address": (lambda make: CombinedOptimizer(make.disk(9, 2), checkpoints="s3://a/b"), "checkpoints="),
 }
 
