@@ -278,6 +278,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             self._sparse.state.companion = weakref.ref(self.dense.param_groups[0]["params"][0])
 
     prefetch = methods.prefetch
+    grow = methods.grow
     stats = methods.stats
     flush = methods.flush
     close = methods.close

@@ -515,7 +515,7 @@ def test_killed_at_any_call_of_a_save_or_of_going_back(make, tmp_path):
         assert in_child(live) == 0
     shutil.copytree(tmp_path, start)
     states = {}
-    for total in (4, 6):
+    for total in (4, 6, 8):
         model, optimizer = build(make, where=f"whole-{total}")
         train(model, optimizer, range(total))
         states[total] = everything(model)
@@ -529,16 +529,18 @@ def test_killed_at_any_call_of_a_save_or_of_going_back(make, tmp_path):
             elif (start / name).exists():
                 shutil.copy(start / name, path)
 
-    def assert_stands_at(step):
+    def stands_at():
         model, optimizer = prepare()
-        assert optimizer.global_step == step
+        step = optimizer.global_step
         assert_equal(everything(model), states[step])
         optimizer.close()
+        return step
 
-    for _ in deaths(prepare, operation, restore_all, most=8):  # the last call is that which renames the file
-        assert_stands_at(4)
+    # The last call renames the file; a thread may make one call less, and nothing is killed then.
+    stands = [stands_at() for _ in deaths(prepare, operation, restore_all, most=8)]
+    assert set(stands[:-1]) == {4}
     assert in_child(live) == 0
-    assert_stands_at(6)
+    assert stands_at() in (6, 8)
 
 
 def again(optimizer):
@@ -604,3 +606,16 @@ def test_d27_of_two_optimizers_over_one_table_the_later_one_steps(make):
     first.step()
     assert first.global_step == 2
     first.close()
+
+
+def test_a_table_grows_under_it(make, tmp_path):
+    table, head = make.disk(9, 2), torch.nn.Linear(2, 1)
+    model = torch.nn.Sequential(table, head)
+    optimizer = CombinedOptimizer(model, adamw, checkpoints=tmp_path / "kept")
+    for number in (1, 11):
+        if number == 11:
+            optimizer.grow("embedding", 12)
+        model(torch.tensor([number])).sum().backward()
+        optimizer.step()
+    assert (optimizer.global_step, len(weights(table))) == (2, 12)
+    assert dsa.open_checkpoint(optimizer.state_dict()["dsa"]["checkpoint"]["url"]).global_step == 2
