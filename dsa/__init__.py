@@ -14,6 +14,7 @@ if _typing.TYPE_CHECKING:
     from dsa.inspection.comparison import diff
     from dsa.inspection.repairs import repair
     from dsa.inspection.verification import verify
+    from dsa.kernels.string_ids import hash_strings
     from dsa.modules.conversion import convert_
     from dsa.modules.embedding import DiskEmbedding, DiskEmbeddingBag
     from dsa.modules.materialization import materialize_
@@ -27,6 +28,7 @@ if _typing.TYPE_CHECKING:
     from dsa.rules import conventions, init
     from dsa.state.estimation import estimate
     from dsa.state.growth import grow_directory as grow_tables
+    from dsa.state.id_policy import IdPolicy
 
 __all__ = [
     "CombinedOptimizer",
@@ -36,6 +38,7 @@ __all__ = [
     "DiskSparseAdam",
     "DiskSparseOptimizer",
     "DiskSparseRiemannianAdam",
+    "IdPolicy",
     "backends",
     "clip_grad_norm_",
     "conventions",
@@ -48,6 +51,7 @@ __all__ = [
     "export_weights",
     "flatten_checkpoint",
     "grow_tables",
+    "hash_strings",
     "import_checkpoint",
     "init",
     "lookahead",
@@ -72,6 +76,7 @@ _HOMES = {
     "DiskSparseAdam": ("dsa.optimizers.sparse_adam", "DiskSparseAdam"),
     "DiskSparseOptimizer": ("dsa.optimizers.sparse_optimizer", "DiskSparseOptimizer"),
     "DiskSparseRiemannianAdam": ("dsa.optimizers.sparse_riemannian_adam", "DiskSparseRiemannianAdam"),
+    "IdPolicy": ("dsa.state.id_policy", "IdPolicy"),
     "clip_grad_norm_": ("dsa.optimizers.gradients", "clip_grad_norm_"),
     "convert_": ("dsa.modules.conversion", "convert_"),
     "copy_checkpoint": ("dsa.checkpoint", "copy_checkpoint"),
@@ -80,6 +85,7 @@ _HOMES = {
     "export_checkpoint": ("dsa.checkpoint.transfer", "export_directory"),
     "export_weights": ("dsa.checkpoint.transfer", "export_directory_weights"),
     "grow_tables": ("dsa.state.growth", "grow_directory"),
+    "hash_strings": ("dsa.kernels.string_ids", "hash_strings"),
     "flatten_checkpoint": ("dsa.checkpoint", "flatten_checkpoint"),
     "import_checkpoint": ("dsa.checkpoint.transfer", "restore"),
     "lookahead": ("dsa.optimizers.prefetch", "lookahead"),

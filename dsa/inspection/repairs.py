@@ -20,12 +20,13 @@ from dsa.errors import StateIncompleteError
 from dsa.inspection.directory import nothing_there
 from dsa.schema import Rows, Schema
 from dsa.state.holding import HeldDirectory
+from dsa.state.keys import remove_index
 from dsa.state.metadata import Metadata, journal_files, read_metadata, unmark_failed, write_metadata
 from dsa.state.recovery import defects, doubts, is_copy, make_anew, open_tables, replay
 from dsa.state.storage import Storage, as_layout
 from dsa.state.survey import Loss, adopt_newest, survey
 from dsa.state.table import Table, blank_records, describe_table, fill_untouched, stamp_of
-from dsa.state.table_files import drain_backend, stored_layout, sweep
+from dsa.state.table_files import drain_backend, file_of, stored_layout, sweep
 
 __all__ = ["Repair", "RepairedTable", "repair"]
 
@@ -204,6 +205,8 @@ def _repair(
         if dry_run or not found.changed:
             return found
         found = _report(held, found)
+        for table in tables:
+            remove_index(file_of(path, table))  # the next opening makes another
         if stored.failed:
             make_anew(path, tables, storage)
         for table, loss, before in zip(tables, losses, steps, strict=True):
@@ -223,7 +226,7 @@ def _storage_of(stored: Metadata, layout: Layout | None) -> Storage:
 
 
 def _let_go(table: Table) -> None:
-    table.backend.close()
+    table.close()
 
 
 @final

@@ -14,6 +14,7 @@ from dsa.modules.tensor_reference import from_tensor, to_tensor
 from dsa.optimizers import portable
 from dsa.optimizers.arguments import DEFAULT_FRACTION, StateDtype, as_fraction, growth_of
 from dsa.optimizers.disk_parameter import DiskParameter, usable_seed
+from dsa.optimizers.id_rows import all_ids, delete_rows, insert_rows
 from dsa.optimizers.options import as_number
 from dsa.optimizers.reference import follow_reference, reference_to
 from dsa.rules.adagrad import ROW_WISE_ADAGRAD
@@ -23,6 +24,7 @@ from dsa.rules.known import RULES
 from dsa.rules.manifolds import manifold_of
 from dsa.rules.updates import AnyRule
 from dsa.state.growth import grow_tables
+from dsa.state.id_policy import IdPolicy
 from dsa.state.replacement import replace_weights
 from dsa.state.sharing import join_tables
 from dsa.state.state_directory import StateDirectory
@@ -49,7 +51,7 @@ class DiskModule(torch.nn.Module):
 
     def __init__(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         padding_idx: int | None,
         max_norm: float | None,
@@ -60,8 +62,14 @@ class DiskModule(torch.nn.Module):
         storage: StorageChoice,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        ids: IdPolicy | None,
     ) -> None:
         super().__init__()
+        if ids is not None and num_embeddings is not None:
+            raise ValueError(
+                f"ids={ids!r} says how ids are treated, but num_embeddings={num_embeddings!r} asks for that "
+                "many rows, which belong to none: leave one of them out"
+            )
         if (spec.source.rows, spec.source.dim) != (num_embeddings, embedding_dim):
             raise ValueError(
                 f"init gives {spec.source.rows} x {spec.source.dim} but the module is {num_embeddings} x "
@@ -70,7 +78,7 @@ class DiskModule(torch.nn.Module):
         self._set_options(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, spec.facts.k)
         usable_seed(device, dtype)  # before a file is made
         state, (table,) = join_tables(state_dir, [spec], self, resume, storage)
-        self.weight = DiskParameter(state, table, device, dtype)
+        self.weight = DiskParameter(state, table, device, dtype, policy=ids)
         zero_padding(self.weight, self.padding_idx)
 
     @classmethod
@@ -85,7 +93,8 @@ class DiskModule(torch.nn.Module):
         """Make a module over a table that is open."""
         module = cls.__new__(cls)
         torch.nn.Module.__init__(module)
-        rows, dim, k = len(weight.table), weight.table.dim, weight.table.k
+        rows = len(weight.table) if weight.table.keys is None else None
+        dim, k = weight.table.dim, weight.table.k
         module._set_options(rows, dim, padding_idx, max_norm, norm_type, k)
         module.weight = weight
         for name, value in others.items():
@@ -94,7 +103,7 @@ class DiskModule(torch.nn.Module):
 
     def _set_options(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         padding_idx: int | None,
         max_norm: float | None,
@@ -117,8 +126,9 @@ class DiskModule(torch.nn.Module):
 
     @property
     def num_embeddings(self) -> int:
-        """Rows N of the table, as many as there are now."""
-        return len(self.weight.table)
+        """Rows N of the table, as many as there are now; where they belong to ids, how many ids have one."""
+        table = self.weight.table
+        return len(table if table.keys is None else table.keys)
 
     @property
     def k(self) -> float:
@@ -194,6 +204,37 @@ class DiskModule(torch.nn.Module):
         """
         set_rows(self.weight.state, self.weight.table, ids, weights)
 
+    def ids(self) -> torch.Tensor:
+        """Return the ids that have a row, in no order that means anything: ``(n,)`` int64.
+
+        Raises:
+            TypeError: rows belong to no ids.
+        """
+        with self.weight.state.use():
+            return torch.from_numpy(all_ids(self.weight.table))
+
+    def insert(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Give rows to ids that have none, whatever the policy says of admission; the others stay.
+
+        Args:
+            ids: ``(B,)`` of an integer dtype, in any order.
+            weights: ``(B, D)`` first weights of the new ones; None takes those of the rule.
+
+        Raises:
+            TypeError: rows belong to no ids.
+            ValueError: the weights can't be theirs; nothing has changed.
+            DiskSpaceError: there is no room.
+        """
+        insert_rows(self.weight.state, self.weight.table, self.weight.policy, ids, weights)
+
+    def delete(self, ids: torch.Tensor) -> int:
+        """Take their rows from ids, which may have none, and return how many had one.
+
+        Raises:
+            TypeError: rows belong to no ids.
+        """
+        return delete_rows(self.weight.state, self.weight.table, ids)
+
     def reset_parameters(self) -> None:
         """Refuse to draw all weights again.
 
@@ -259,6 +300,11 @@ class DiskModule(torch.nn.Module):
                 error_msgs.append(str(error))
 
     def _load_weights(self, weights: torch.Tensor, error_msgs: list[str]) -> None:
+        if self.weight.table.keys is not None:
+            error_msgs.append(
+                "the saved weight says not to which ids its rows belong: use insert(ids, weights)"
+            )
+            return
         shape = (self.num_embeddings, self.embedding_dim)
         if tuple(weights.shape) != shape:
             error_msgs.append(f"the saved weight is {tuple(weights.shape)} but the table is {shape}")
@@ -270,7 +316,7 @@ class DiskModule(torch.nn.Module):
 
 def table_spec_of(
     name: str,
-    rows: int,
+    rows: int | None,
     dim: int,
     source: Source | None,
     k: float,
@@ -302,6 +348,6 @@ def table_spec_of(
     )
 
 
-def _default_init(rows: int, dim: int, k: float) -> Initializer:
+def _default_init(rows: int | None, dim: int, k: float) -> Initializer:
     seed = int(torch.randint(2**62, (), device="cpu").item())
     return Uniform(rows, dim, -1e-3, 1e-3, seed) if k > 0.0 else Normal(rows, dim, seed=seed)

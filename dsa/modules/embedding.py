@@ -18,6 +18,7 @@ from dsa.modules.read_only import ReadOnlyEmbedding, ReadOnlyEmbeddingBag
 from dsa.optimizers.arguments import DEFAULT_BACKEND, DEFAULT_FRACTION, StateDtype, storage_choice
 from dsa.optimizers.lookup import look_up
 from dsa.rules.init import MatrixLike
+from dsa.state.id_policy import IdPolicy
 from dsa.state.storage import Durability
 
 __all__ = ["DiskEmbedding", "DiskEmbeddingBag"]
@@ -31,7 +32,8 @@ class DiskEmbedding(DiskModule):
     table through ``model.parameters()``. In eval mode and under `torch.no_grad` nothing is written.
 
     Args:
-        num_embeddings: Rows N.
+        num_embeddings: Rows N. None for rows that belong to ids: any 64-bit integers then are what is looked
+            up, a new one gets a row when it is trained, and the table grows.
         embedding_dim: Elements of a row D.
         padding_idx: A row that starts at zero and gets no gradient.
         max_norm: Rows that are looked up with a larger norm are scaled down to it: in training that is
@@ -43,6 +45,7 @@ class DiskEmbedding(DiskModule):
         dtype: Of rows and gradients, whatever the table stores.
         state_dir: The state directory; modules with one directory and different names share it.
         name: The table's name there.
+        ids: How ids are treated, where `num_embeddings` is None: see `dsa.IdPolicy`.
         init: The first weights: an array, or a rule of `dsa.init`. None draws from N(0, 1) as torch does,
             seeded by torch's generator, or on a ball uniformly from ±0.001.
         k: Curvature magnitude: 0 is flat, > 0 a ball of curvature -k.
@@ -77,7 +80,7 @@ class DiskEmbedding(DiskModule):
 
     def __init__(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -89,6 +92,7 @@ class DiskEmbedding(DiskModule):
         *,
         state_dir: str | os.PathLike[str],
         name: str = "embedding",
+        ids: IdPolicy | None = None,
         init: Source | None = None,
         k: float = 0.0,
         state: str = "adam",
@@ -117,6 +121,7 @@ class DiskEmbedding(DiskModule):
             storage,
             device,
             dtype,
+            ids,
         )
 
     @outside_graphs
@@ -178,7 +183,7 @@ class DiskEmbeddingBag(DiskModule):
     """`torch.nn.EmbeddingBag` whose weights, and the optimizer's state for them, live on disk.
 
     Args:
-        num_embeddings: Rows N.
+        num_embeddings: Rows N, or None, see `DiskEmbedding`.
         embedding_dim: Elements of a row D.
         max_norm: See `DiskEmbedding`.
         norm_type: See `DiskEmbedding`.
@@ -191,6 +196,7 @@ class DiskEmbeddingBag(DiskModule):
         dtype: See `DiskEmbedding`.
         state_dir: See `DiskEmbedding`.
         name: See `DiskEmbedding`.
+        ids: See `DiskEmbedding`.
         init: See `DiskEmbedding`.
         k: See `DiskEmbedding`.
         state: See `DiskEmbedding`.
@@ -213,7 +219,7 @@ class DiskEmbeddingBag(DiskModule):
 
     def __init__(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -227,6 +233,7 @@ class DiskEmbeddingBag(DiskModule):
         *,
         state_dir: str | os.PathLike[str],
         name: str = "embedding",
+        ids: IdPolicy | None = None,
         init: Source | None = None,
         k: float = 0.0,
         state: str = "adam",
@@ -256,6 +263,7 @@ class DiskEmbeddingBag(DiskModule):
             storage,
             device,
             dtype,
+            ids,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset

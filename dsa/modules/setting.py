@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from dsa.optimizers.disk_parameter import DiskParameter
+from dsa.optimizers.id_rows import rows_of_ids
 from dsa.optimizers.options import as_index
 from dsa.optimizers.tensors import to_array
 from dsa.rules.from_array import FromArray
@@ -32,7 +33,8 @@ def set_rows(state: StateDirectory, table: Table, ids: torch.Tensor, weights: to
         RowIndexError, RowTypeError: the ids can't be used; nothing has changed.
         CorruptRowError: a stored row is implausible; nothing has changed.
     """
-    rows = as_rows(to_array(ids), len(table), table.name)
+    given = to_array(ids)
+    rows = as_rows(given, len(table), table.name) if table.keys is None else rows_of_ids(table, given)
     shape = tuple(getattr(weights, "shape", ()))
     if shape != (len(rows), table.dim):
         raise ValueError(
@@ -62,7 +64,7 @@ def set_rows(state: StateDirectory, table: Table, ids: torch.Tensor, weights: to
 def zero_padding(weight: DiskParameter, padding_idx: int | None) -> None:
     """Zero the padding row of a fresh table that a rule fills, as `torch.nn.Embedding` does."""
     table, state = weight.table, weight.state
-    if padding_idx is None or table.initializer is None:
+    if padding_idx is None or table.initializer is None or table.keys is not None:
         return
     row = np.array([padding_idx])
     with state.use():
@@ -70,8 +72,8 @@ def zero_padding(weight: DiskParameter, padding_idx: int | None) -> None:
             write_weights(state, table, row, np.zeros((1, table.dim), np.float32))
 
 
-def as_padding(padding_idx: int | None, rows: int) -> int | None:
-    """Return the padding row, counted from the start.
+def as_padding(padding_idx: int | None, rows: int | None) -> int | None:
+    """Return the padding row, counted from the start; where there is no number of rows, the padding id.
 
     Raises:
         TypeError: it is no integer.
@@ -79,6 +81,8 @@ def as_padding(padding_idx: int | None, rows: int) -> int | None:
     """
     if padding_idx is None:
         return None
+    if rows is None:
+        return as_index("padding_idx", padding_idx)
     if not -rows <= (index := as_index("padding_idx", padding_idx)) < rows:
         raise ValueError(f"padding_idx={padding_idx!r} is outside the table of {rows} rows: pass a row of it")
     return index % rows

@@ -25,6 +25,7 @@ from dsa.rules.manifolds import manifold_of
 from dsa.rules.updates import AnyRule, label_of
 from dsa.schema import widened
 from dsa.state.growth import Growth
+from dsa.state.id_policy import IdPolicy
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Durability, Queue, StorageChoice, as_layout, narrowed
 from dsa.state.table import Table
@@ -50,6 +51,7 @@ __all__ = [
     "named_sources",
     "named_table",
     "options_in",
+    "policies_of",
     "storage_choice",
     "wanted_curvatures",
 ]
@@ -399,3 +401,26 @@ def growth_of(table: Table, rows: object, source: Initializer | FromArray | Matr
     """
     first = None if source is None else as_initializer(source)
     return Growth(table, as_index("rows", rows), first)
+
+
+def policies_of(
+    ids: IdPolicy | Mapping[str, IdPolicy] | None, sources: Mapping[str, Initializer | FromArray]
+) -> dict[str, IdPolicy]:
+    """Return how ids are treated in each table whose rows belong to ids, checked against the tables.
+
+    Raises:
+        KeyError: a name is not a table's.
+        ValueError: a table's rows belong to no ids.
+    """
+    keyed = {name for name, source in sources.items() if source.rows is None}
+    given = dict.fromkeys(keyed, ids) if isinstance(ids, IdPolicy) else dict(ids or {})
+    if unknown := sorted(set(given) - set(sources)):
+        raise KeyError(
+            f"ids names {unknown[0]!r}, which is not one of the tables {sorted(sources)}: correct it"
+        )
+    if set(given) - keyed or (ids is not None and not keyed):
+        raise ValueError(
+            f"ids={ids!r} says how ids are treated, but the rows of {sorted(set(given) - keyed or sources)} "
+            "belong to none: leave it out, or make the table of a rule without a number of rows"
+        )
+    return {name: given.get(name, IdPolicy()) for name in keyed}

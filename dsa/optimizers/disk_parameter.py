@@ -11,10 +11,14 @@ from dsa.optimizers.resident import take_data
 from dsa.optimizers.sparse_gradient import clippable
 from dsa.optimizers.weight_access import look_up_function, refuse
 from dsa.optimizers.weight_data import WeightData
+from dsa.state.id_policy import IdPolicy
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table
 
-__all__ = ["DiskParameter", "usable_seed"]
+__all__ = ["MOST_ROWS", "DiskParameter", "usable_seed"]
+
+MOST_ROWS: Final = 1 << 40
+"""What stands for the number of rows that a table comes to have where they belong to ids."""
 
 # What optimizers, scalers, trainers and printing ask of a parameter. Everything else would compute with
 # weights that are not there.
@@ -47,10 +51,15 @@ def usable_seed(device: torch.device | str | None, dtype: torch.dtype | None) ->
     return seed
 
 
+def _shape_of(table: Table) -> tuple[int, int]:
+    return len(table) if table.keys is None else MOST_ROWS, table.dim
+
+
 class DiskParameter(torch.nn.Parameter):
     """What stands for a table in ``model.parameters()``.
 
-    Its shape is ``(N, D)``, its storage one number, its gradients are sparse.
+    Its shape is ``(N, D)``, its storage one number, its gradients are sparse. Where rows belong to ids, N is
+    `MOST_ROWS`, however many there are.
 
     `DiskSparseAdam` recognises it and updates the table. ``weight[ids]``, `torch.nn.functional.embedding` and
     `embedding_bag` read rows of it, with sparse gradients. Computing with the whole is refused: there is
@@ -62,10 +71,12 @@ class DiskParameter(torch.nn.Parameter):
         device: Where gathered rows and gradients are.
         dtype: dtype of gathered rows and gradients, whatever the table stores.
         requires_grad: Whether gathered rows require a gradient.
+        policy: How ids are treated, where rows belong to ids.
     """
 
     state: StateDirectory
     table: Table
+    policy: IdPolicy
 
     def __new__(
         cls,
@@ -74,11 +85,13 @@ class DiskParameter(torch.nn.Parameter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         requires_grad: bool = True,
+        policy: IdPolicy | None = None,
     ) -> DiskParameter:
         """Make the parameter of an open table."""
         seed = usable_seed(device, dtype)
-        parameter = torch.Tensor._make_subclass(cls, seed.expand(len(table), table.dim), requires_grad)
+        parameter = torch.Tensor._make_subclass(cls, seed.expand(_shape_of(table)), requires_grad)
         parameter.state, parameter.table = state, table
+        parameter.policy = IdPolicy() if policy is None else policy
         return parameter
 
     @classmethod
@@ -113,7 +126,7 @@ class DiskParameter(torch.nn.Parameter):
                     "'meta' is no device for a table on disk: its rows are handed out as numbers; keep the "
                     "layer where it is"
                 )
-            self.data = seed.expand(len(self.table), self.table.dim)
+            self.data = seed.expand(_shape_of(self.table))
             if self.grad is not None:
                 self.grad = convert(self.grad)
 
@@ -123,12 +136,13 @@ class DiskParameter(torch.nn.Parameter):
         A gradient that is there goes on, and so does a backward pass of a forward that was before.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            shape, grad = (len(self.table), self.table.dim), self.grad
+            shape, grad = _shape_of(self.table), self.grad
             if self.shape != shape or (grad is not None and grad.shape != shape):
                 take_data(self, torch.zeros((), device=self.device, dtype=self.dtype).expand(shape))
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the text to print
-        rows, dim = len(self.table), self.table.dim
+        keys, dim = self.table.keys, self.table.dim
+        rows = len(self.table if keys is None else keys)
         return f"DiskParameter({self.table.name!r}: {rows} x {dim} in {str(self.state.path)!r})"
 
     def __deepcopy__(self, memo: object) -> NoReturn:

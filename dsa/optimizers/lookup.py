@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dsa.errors import RowTypeError
 from dsa.kernels.rows import unique_inverse
 from dsa.kernels.threads import thread_limit
+from dsa.optimizers.id_rows import PADDING, as_ids, read_ids
 from dsa.optimizers.tensors import to_array
 from dsa.schema import Rows
 from dsa.state.coalesce import as_rows
@@ -50,8 +51,8 @@ def look_up(
 
     Args:
         weight: The table's parameter.
-        ids: Integers of any shape, on any device.
-        padding_idx: The row that gets no gradient.
+        ids: Integers of any shape, on any device: rows, or the ids that rows belong to.
+        padding_idx: The row or id that gets no gradient.
         max_norm: Rows with a larger norm are scaled down to it; while training that is written to the table.
         norm_type: The p of that norm.
         training: Whether the table may be written.
@@ -61,13 +62,21 @@ def look_up(
         CorruptRowError: a stored row is implausible.
     """
     table, state = weight.table, weight.state
-    unique, inverse = distinct_rows(ids, len(table), table.name)
+    if table.keys is None:
+        unique, inverse = distinct_rows(ids, len(table), table.name)
     with state.use(), thread_limit(torch.get_num_threads()):
         state.settle()
-        weight.follow()
-        values = read_weights(table, unique)
+        if table.keys is None:
+            weight.follow()
+            values = read_weights(table, unique)
+        else:
+            learning = training and torch.is_grad_enabled() and weight.requires_grad
+            wanted = as_ids(flat_ids(ids, table.name), table.name)
+            unique, inverse, values = read_ids(state, table, weight.policy, wanted, padding_idx, learning)
+            padding_idx = None if padding_idx is None else PADDING
         if max_norm is not None:
             changed = clip_rows(values, float(max_norm), float(norm_type))
+            changed = changed[unique[changed] >= 0]
             if training and torch.is_grad_enabled() and len(changed):
                 write_weights(state, table, unique[changed], values[changed])
     found = handed_out(values, unique, inverse.reshape(ids.shape), padding_idx, weight.device, weight.dtype)
@@ -90,6 +99,19 @@ def distinct_rows(ids: torch.Tensor, rows: int, name: str) -> tuple[Rows, Rows]:
     Raises:
         RowIndexError, RowTypeError: the ids can't be used.
     """
+    return unique_inverse(as_rows(flat_ids(ids, name), rows, name))
+
+
+def flat_ids(ids: torch.Tensor, name: str) -> NDArray[Any]:
+    """Return a batch of ids as a 1-D array.
+
+    Args:
+        ids: Of any shape, on any device.
+        name: The table's name.
+
+    Raises:
+        RowTypeError: they are no tensor, or a nested one.
+    """
     if not isinstance(ids, torch.Tensor):
         raise RowTypeError(f"the ids for table {name!r} are a {type(ids).__name__}: pass a tensor")
     if ids.is_nested:
@@ -97,7 +119,7 @@ def distinct_rows(ids: torch.Tensor, rows: int, name: str) -> tuple[Rows, Rows]:
             f"the ids for table {name!r} are a nested tensor: pass ids.values(), and for bags "
             "ids.offsets()[:-1] as their offsets"
         )
-    return unique_inverse(as_rows(to_array(ids).reshape(-1), rows, name))
+    return to_array(ids).reshape(-1)
 
 
 def handed_out(
@@ -140,8 +162,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # noqa: ANN401
         rows: Rows = ctx.rows
         padding = _position(rows, ctx.padding_idx)
-        if padding is not None:
-            kept = np.flatnonzero(np.arange(len(rows)) != padding)
+        if padding is not None or (len(rows) and rows[0] < 0):
+            kept = np.flatnonzero((np.arange(len(rows)) != padding) & (rows >= 0))
             rows, grad = rows[kept], grad[_onto_device(torch.from_numpy(kept), grad.device)]
         # A copy: torch can't enlarge memory of numpy's, which it does when it adds to an empty gradient.
         indices = torch.tensor(rows, device=grad.device)[None]

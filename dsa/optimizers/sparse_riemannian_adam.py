@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self, final
+from typing import Any, Self, final
 
-import numpy as np
 import torch
 
 from dsa.backends.base import Layout
@@ -21,7 +20,6 @@ from dsa.optimizers.arguments import (
     DEFAULT_MOMENT,
     Params,
     StateDtype,
-    as_fraction,
     checked_updates,
     curvatures_of,
     dialect_of,
@@ -31,10 +29,20 @@ from dsa.optimizers.arguments import (
     named_sources,
     named_table,
     options_in,
+    policies_of,
     wanted_curvatures,
 )
+from dsa.optimizers.explicit import (
+    batch_of,
+    refuse_loading,
+    refuse_pickling,
+    refuse_state_dict,
+    rows_of,
+    specs_of,
+)
+from dsa.optimizers.id_rows import all_ids, delete_rows, known_rows
 from dsa.optimizers.options import as_number, group_options
-from dsa.optimizers.stepping import Batch, Stepping, in_dialect
+from dsa.optimizers.stepping import Stepping, in_dialect
 from dsa.optimizers.tensors import ArrayLike, to_array
 from dsa.rules.adam import adam_rule
 from dsa.rules.conventions import (
@@ -48,20 +56,14 @@ from dsa.rules.conventions import (
 from dsa.rules.curvature import CurvatureMap
 from dsa.rules.init import FromArray, Initializer, MatrixLike
 from dsa.state import maintenance
-from dsa.state.coalesce import as_gradient, as_rows, coalesce
 from dsa.state.growth import grow_tables
+from dsa.state.id_policy import IdPolicy
 from dsa.state.opening import open_directory
 from dsa.state.replacement import change_curvature
 from dsa.state.state_directory import StateDirectory
-from dsa.state.storage import Durability, Queue, StorageChoice, table_spec
-from dsa.state.table import read_weights
+from dsa.state.storage import Durability, Queue, StorageChoice
 
 __all__ = ["DiskSparseRiemannianAdam"]
-
-_PICKLING: Final = (
-    "an optimizer whose state lives on disk can't be copied or pickled, because two of them would write to "
-    "one directory: copy the closed directory, or build a second optimizer on a directory of its own"
-)
 
 
 @final
@@ -116,6 +118,8 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         convention: The dialect of Adam, one of `dsa.conventions`; `dsa.conventions.DSA_ADAM` when None. What
             is passed beside it takes the place of its own; the dialect in force is in ``repr(optimizer)``.
         state_dtype: How the tables are stored, see `DiskEmbedding`; float32 when None.
+        ids: How ids are treated in tables whose rows belong to ids, those made of a rule without a number of
+            rows, such as ``init.Normal(None, 16)``; a dict gives one for each table.
 
     Raises:
         ValueError: an option is out of range, or options contradict each other.
@@ -161,6 +165,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         bias_correction: BiasCorrection | None = None,
         convention: Convention | None = None,
         state_dtype: StateDtype | None = None,
+        ids: IdPolicy | Mapping[str, IdPolicy] | None = None,
     ) -> None:
         sources = named_sources(params)
         self._convention = dialect_of(
@@ -185,20 +190,9 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
                 f"max_step={max_step!r} is a length on the ball, but every table has k=0: leave it out, or "
                 "pass k > 0"
             )
-        rule, fraction = adam_rule(options.second_moment), as_fraction(init_max_norm_fraction)
-        specs = [
-            table_spec(
-                name,
-                source,
-                rule,
-                k=curvatures[name],
-                init_max_norm_fraction=fraction,
-                state_dtype=state_dtype,
-                keeps_inside=init_max_norm_fraction is DEFAULT_FRACTION,
-            )
-            for name, source in sources.items()
-        ]
-        self._fixed = options
+        rule = adam_rule(options.second_moment)
+        specs = specs_of(sources, rule, curvatures, init_max_norm_fraction, state_dtype)
+        self._fixed, self._ids = options, policies_of(ids, sources)
         self._stepping = Stepping()
         held = [held_tensor(source, retain_params) for source in sources.values()]
         queue = Queue(max_queue_size, put_timeout)
@@ -244,12 +238,35 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         with self._ready() as state:
             options = self._options()
             given = checked_updates(updates)
-            batches = [self._batch(name, indices, grad, options) for name, (indices, grad) in given]
+            batches = [
+                batch_of(state, named_table(state.tables, name), rows, grad, options, self._ids.get(name))
+                for name, (rows, grad) in given
+            ]
             if current_k is not None:
                 change_curvature(
                     state, wanted_curvatures(state.tables, current_k, name=None), "clip", reset_moments=False
                 )
             self._stepping.take(state, in_dialect(batches, self._convention))
+
+    def ids(self, name: str | None = None) -> torch.Tensor:
+        """Return the ids of a table that have a row, in no order that means anything: ``(n,)`` int64.
+
+        Raises:
+            KeyError: the name is not a table's, or is missing where there are several.
+            TypeError: its rows belong to no ids.
+        """
+        with self._ready():
+            return torch.from_numpy(all_ids(named_table(self._state.tables, name)))
+
+    def delete(self, ids: ArrayLike | Sequence[int], name: str | None = None) -> int:
+        """Take their rows from ids of a table, which may have none, and return how many had one.
+
+        Raises:
+            KeyError: the name is not a table's, or is missing where there are several.
+            TypeError: its rows belong to no ids.
+        """
+        with self._ready() as state:
+            return delete_rows(state, named_table(state.tables, name), to_array(ids))
 
     def read_rows(self, indices: ArrayLike | Sequence[int], name: str | None = None) -> torch.Tensor:
         """Return the current weights of some rows.
@@ -268,9 +285,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         """
         with self._ready():
             table = named_table(self._state.tables, name)
-            rows = as_rows(to_array(indices), len(table), table.name)
-            unique, inverse = np.unique(rows, return_inverse=True)
-            return torch.from_numpy(read_weights(table, unique)[inverse])
+            return rows_of(self._state, table, indices, self._ids.get(table.name))
 
     def prefetch(self, indices: ArrayLike | Sequence[int], name: str | None = None) -> None:
         """Announce rows that a coming step or `read_rows` will need.
@@ -288,7 +303,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         """
         self._state.require_open()
         table = named_table(self._state.tables, name)
-        self._stepping.prefetcher.announce(table, as_rows(to_array(indices), len(table), table.name))
+        self._stepping.prefetcher.announce(table, known_rows(table, to_array(indices)))
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counts since the optimizer was built.
@@ -397,19 +412,8 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         head = f"{type(self).__name__}({tables}; {str(self._state.path)!r}, step {self.global_step}; "
         return f"{head}{self._convention})"
 
-    def state_dict(self) -> NoReturn:
-        """Refuse: the state is on disk and does not fit a dictionary."""
-        raise NotImplementedError(
-            "the state lives on disk and is not a dictionary: call export_checkpoint(url) for a copy that "
-            "can be moved, or keep the state directory and open it again with resume=True"
-        )
-
-    def load_state_dict(self, state_dict: object) -> NoReturn:
-        """Refuse: the state is on disk and is not a dictionary."""
-        raise NotImplementedError(
-            "the state lives on disk and can't be loaded from a dictionary: call import_checkpoint(url), or "
-            "build the optimizer on the state directory with resume=True"
-        )
+    state_dict = refuse_state_dict
+    load_state_dict = refuse_loading
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse new tables once the optimizer is built."""
@@ -420,11 +424,8 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(_PICKLING)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(_PICKLING)
+    __getstate__ = refuse_pickling
+    __reduce_ex__ = refuse_pickling
 
     def _portable_state(self) -> StateDirectory:
         return self._state
@@ -441,9 +442,3 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
     def _options(self) -> AdamOptions:
         self._fixed = group_options(self.param_groups[0], self._fixed)
         return self._fixed
-
-    def _batch(self, name: str, indices: object, grad: object, options: AdamOptions) -> Batch:
-        table = named_table(self._state.tables, name)
-        rows = as_rows(to_array(indices), len(table), name)
-        gradient = as_gradient(to_array(grad), rows, table.dim, name)
-        return Batch(table, *coalesce(rows, gradient), options)

@@ -16,6 +16,7 @@ from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.fingerprints import require_belonging, vouch
 from dsa.optimizers.flattening import gradient_rows
 from dsa.optimizers.holders import abandoned
+from dsa.optimizers.id_rows import known_rows
 from dsa.optimizers.options import as_number
 from dsa.optimizers.reference import check_reference, follow_reference, reference_to
 from dsa.optimizers.registration import Registry
@@ -23,7 +24,6 @@ from dsa.optimizers.resident import ParameterWeights, lengthened, put_rows, row_
 from dsa.optimizers.stepping import Batch, Stepping
 from dsa.optimizers.tensors import to_array
 from dsa.rules.init import FromArray, Initializer, MatrixLike
-from dsa.state.coalesce import as_rows
 from dsa.state.growth import grow_tables
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table
@@ -117,8 +117,7 @@ class SparseTables:
     def announce(self, indices: object, name: str | None) -> None:
         """Announce rows that a coming batch will need; see `dsa.optimizers.prefetch`."""
         table = named_table({table.name: table for table in self._tables.values()}, name)
-        rows = as_rows(to_array(indices).reshape(-1), len(table), table.name)
-        self._stepping.prefetcher.announce(table, rows)
+        self._stepping.prefetcher.announce(table, known_rows(table, to_array(indices).reshape(-1)))
 
     def grow(self, name: str, rows: object, init: Initializer | FromArray | MatrixLike | None) -> None:
         """Let a table have more rows, and its parameter too; see `dsa.optimizers.sparse_methods.grow`."""
@@ -201,7 +200,8 @@ class SparseTables:
         table = self._tables[parameter]
         if isinstance(parameter, DiskParameter):
             parameter.follow()
-        if (len(parameter), row_elements(parameter.shape)) != (len(table), table.dim):
+        rows_now = len(table) if table.keys is None else len(parameter)
+        if (len(parameter), row_elements(parameter.shape)) != (rows_now, table.dim):
             raise StateMismatchError(
                 f"the parameter {table.name!r} is {tuple(parameter.shape)} now but its table is {len(table)} "
                 f"x {table.dim}: build a new optimizer after changing a parameter's shape"

@@ -90,7 +90,7 @@ def rows_at(weight: DiskParameter, index: object) -> torch.Tensor:
         weight: The table's parameter.
         index: An integer; integers of any shape, as a tensor, an array or a list; a slice of at most
             `MAX_SLICE_BYTES`; or a tuple of one of these and of what the result is indexed with along its
-            last dimension. Negative ones count from the end.
+            last dimension. Negative ones count from the end, unless rows belong to ids.
 
     Returns:
         ``(*, D)``, without the first dimension for an integer.
@@ -117,7 +117,7 @@ def rows_at(weight: DiskParameter, index: object) -> torch.Tensor:
             f"an index of {ids.dtype} is a mask, as long as table {weight.table.name!r}: pass "
             "mask.nonzero()[:, 0]"
         )
-    if not ids.is_floating_point() and not ids.is_complex():
+    if weight.table.keys is None and not ids.is_floating_point() and not ids.is_complex():
         ids = torch.where(ids < 0, ids + len(weight.table), ids)
     return _look_up(weight, ids)
 
@@ -190,6 +190,8 @@ def _some(numbers: np.ndarray[Any, Any]) -> str:
 
 
 def _range_of(weight: DiskParameter, index: slice) -> torch.Tensor:
+    if weight.table.keys is not None:
+        raise TypeError(f"{index!r} names no ids of table {weight.table.name!r}: pass the ids themselves")
     chosen = range(len(weight.table))[index]
     row_bytes = weight.table.dim * weight.element_size()
     if len(chosen) * row_bytes > MAX_SLICE_BYTES:
@@ -271,7 +273,8 @@ def _refuse_scaling(scale_grad_by_freq: bool) -> None:
 def _row(weight: DiskParameter, padding_idx: int | None) -> int | None:
     if padding_idx is None:
         return None
-    return operator.index(padding_idx) % len(weight.table)
+    row = operator.index(padding_idx)
+    return row if weight.table.keys is not None else row % len(weight.table)
 
 
 _LOOKUPS: Final[dict[Callable[..., Any], Callable[..., torch.Tensor]]] = {

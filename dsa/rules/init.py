@@ -6,6 +6,9 @@ row, never on the order in which rows are touched (see `dsa.kernels.random`). Tw
 equal where their rows coincide, so give each table a seed of its own. Rules are compared and stored by their
 parameters.
 
+Where rows belong to ids of which nobody knows how many there will be, `rows` is None, and weights depend on
+the seed, the id and the place.
+
 `FromArray` is copied into the table when the table is created.
 
 Example:
@@ -59,7 +62,7 @@ class Normal:
     """Independent normal weights.
 
     Args:
-        rows: Number of rows N of the table, at least 1.
+        rows: Number of rows N of the table, at least 1; None for a table whose rows belong to ids.
         dim: Elements of a row D, at least 1.
         std: Standard deviation, at least 0.
         mean: Mean.
@@ -74,7 +77,7 @@ class Normal:
         True
     """
 
-    rows: int
+    rows: int | None
     dim: int
     std: float = 1.0
     mean: float = 0.0
@@ -117,7 +120,7 @@ class Uniform:
     """Independent uniform weights between two bounds.
 
     Args:
-        rows: Number of rows N of the table, at least 1.
+        rows: Number of rows N of the table, at least 1; None for a table whose rows belong to ids.
         dim: Elements of a row D, at least 1.
         low: Lower bound.
         high: Upper bound, at least `low`. Rounding to float32 can reach either bound.
@@ -134,7 +137,7 @@ class Uniform:
         True
     """
 
-    rows: int
+    rows: int | None
     dim: int
     low: float = -1.0
     high: float = 1.0
@@ -171,7 +174,7 @@ class Zeros:
     """Weights that start at zero.
 
     Args:
-        rows: Number of rows N of the table, at least 1.
+        rows: Number of rows N of the table, at least 1; None for a table whose rows belong to ids.
         dim: Elements of a row D, at least 1.
 
     Raises:
@@ -183,7 +186,7 @@ class Zeros:
         {'kind': 'zeros', 'rows': 10, 'dim': 4}
     """
 
-    rows: int
+    rows: int | None
     dim: int
 
     def __post_init__(self) -> None:
@@ -260,6 +263,8 @@ def as_initializer(value: Initializer | FromArray | MatrixLike) -> Initializer |
 def _normalise(rule: Initializer) -> None:
     # numpy's numbers become Python's, so that equal parameters give equal JSON.
     for name, value in asdict(rule).items():
+        if name == "rows" and value is None:
+            continue
         object.__setattr__(rule, name, _integer(name, value) if name in _INTEGERS else _finite(name, value))
 
 

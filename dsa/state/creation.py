@@ -16,11 +16,12 @@ from dsa.backends.base import Growing
 from dsa.backends.writer import WriteBehind
 from dsa.errors import DiskSpaceError, StateCorruptError
 from dsa.rules.init import FromArray
-from dsa.schema import Records
+from dsa.schema import Records, is_keyed
 from dsa.state.content import TableContent, recast
 from dsa.state.first_weights import first_content
 from dsa.state.holding import HeldDirectory
 from dsa.state.journal import Journal
+from dsa.state.keys import Keys
 from dsa.state.metadata import (
     METADATA_NAME,
     Metadata,
@@ -64,7 +65,7 @@ _RETAINING_BYTES: Final = 64 << 20
 
 def require_space(path: Path, specs: Sequence[TableSpec], storage: Storage) -> None:
     """Raise `DiskSpaceError` when tables with reserved space don't fit."""
-    needed = sum(table_bytes(spec.source.rows, spec.schema, storage.layout) for spec in specs)
+    needed = sum(table_bytes(spec.facts.rows, spec.schema, storage.layout) for spec in specs)
     available = system.available_bytes(path)
     if storage.allocate == "reserve" and needed > available:
         raise DiskSpaceError(needed, available, str(path))
@@ -78,7 +79,7 @@ def check_sources(path: Path, specs: Sequence[TableSpec], storage: Storage) -> N
         OSError: the file system can't hold a file of a table's size.
     """
     for spec in specs:
-        probe_table(path, spec.source.rows, spec.schema, storage.layout)
+        probe_table(path, spec.facts.rows, spec.schema, storage.layout)
         if isinstance(spec.source, FromArray):
             for _ in spec.source.blocks(max(1, _CHECK_BYTES // (4 * spec.source.dim))):
                 pass
@@ -116,7 +117,7 @@ def create_state(
             _discard(path, tables, [path / METADATA_NAME] if first else [])
         for table in tables:
             with contextlib.suppress(OSError):
-                table.backend.close()
+                table.close()
         raise
 
 
@@ -138,6 +139,8 @@ def make_table(path: Path, content: TableContent, storage: Storage, global_step:
         for first, records in content.blocks():
             _write_block(table, first, records, global_step)
         drain_backend(backend)
+        if is_keyed(facts.schema):
+            table.keys = Keys.make(file, backend)
         # Under every policy: what the description names is whole even if power is lost the moment after.
         backend.flush()
     except BaseException:
@@ -286,7 +289,7 @@ def queue_writes(table: Table, storage: Storage) -> None:
 
 def _discard(path: Path, tables: Sequence[Table], others: Sequence[Path]) -> None:
     """Remove what an unfinished creation has made, whatever state it is in."""
-    steps: list[Callable[[], object]] = [table.backend.close for table in tables]
+    steps: list[Callable[[], object]] = [table.close for table in tables]
     steps += [partial(remove_table_file, file_of(path, table)) for table in tables]
     steps += [other.unlink for other in others]
     for step in steps:

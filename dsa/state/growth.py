@@ -167,7 +167,7 @@ def _make_room(growth: Growth) -> bool:
 
 def _facts(growth: Growth) -> TableFacts:
     facts, first = growth.table.facts, growth.table.initializer
-    longer = None if first is None else replace(first, rows=growth.rows)
+    longer = first if first is None or first.rows is None else replace(first, rows=growth.rows)
     return replace(facts, rows=growth.rows, initializer=longer)
 
 

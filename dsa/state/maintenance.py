@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from dsa.errors import StateWarning, notify
 from dsa.kernels.plausible import first_implausible
 from dsa.schema import Rows, read_numbers, store_numbers
+from dsa.state.keys import Keys
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import (
     Table,
@@ -17,12 +18,15 @@ from dsa.state.table import (
     implausible_rows,
     stamp_of,
 )
+from dsa.state.table_files import file_of
 
 __all__ = ["reproject", "write_weights"]
 
 
 def reproject(state: StateDirectory, table: Table) -> int:
     """Bring the rows of a table into its space and reset those that hold implausible values.
+
+    Where rows belong to ids, those that are reset belong to none any more.
 
     Idempotent row by row, so that it needs no record of how far it got.
 
@@ -47,6 +51,9 @@ def reproject(state: StateDirectory, table: Table) -> int:
             state.commit()
         projected += int(outside.sum())
         reset += int(broken.sum())
+    if reset and table.keys is not None:
+        table.keys.close(None)
+        table.keys = Keys.make(file_of(state.path, table), table.backend)
     if reset:
         notify(
             f"{reset} rows of table {table.name!r} held implausible values and were reset: if that is "

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsa.errors import StateCorruptError, StateMismatchError, StateWarning, notify
 from dsa.rules.updates import label_of
-from dsa.schema import Schema
+from dsa.schema import Schema, is_keyed
 from dsa.state.content import TableContent
 from dsa.state.facts import TableFacts, stored_facts
 from dsa.state.metadata import METADATA_NAME
@@ -64,7 +64,8 @@ def match_content(content: TableContent, spec: TableSpec) -> None:
 
 def _match(stored: TableFacts, spec: TableSpec) -> None:
     wanted, schema = spec.facts, stored.schema
-    if (stored.rows, schema.dim) != (wanted.rows, wanted.schema.dim):
+    rows = stored.rows if is_keyed(schema) and is_keyed(wanted.schema) else wanted.rows
+    if (stored.rows, schema.dim) != (rows, wanted.schema.dim):
         raise StateMismatchError(
             f"table {spec.name!r} is stored as {stored.rows} x {schema.dim} but {wanted.rows} x "
             f"{wanted.schema.dim} is asked for: pass a table of the stored shape, or another directory"

@@ -200,7 +200,7 @@ def _migrate(held: HeldDirectory, specs: Sequence[TableSpec], storage: Storage) 
     path = held.path
     if find_legacy(path) is None or _set_aside_if_migrated(path):
         return
-    shapes = {spec.name: (spec.source.rows, spec.schema.dim) for spec in specs}
+    shapes = {spec.name: (spec.facts.rows, spec.schema.dim) for spec in specs}
     content = read_legacy(path, shapes or None, k={spec.name: spec.facts.k for spec in specs})
     for table in content.tables:
         for spec in specs:

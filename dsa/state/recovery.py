@@ -30,6 +30,7 @@ from dsa.errors import StateCorruptError, StateError, StateWarning, notify
 from dsa.state.creation import make_table, start
 from dsa.state.facts import stored_facts, unreadable_table
 from dsa.state.holding import HeldDirectory, file_numbers
+from dsa.state.indexing import make_keys, open_keys
 from dsa.state.journal import Journal
 from dsa.state.journal_format import Entry
 from dsa.state.journal_salvage import salvage_journal
@@ -99,6 +100,7 @@ def continue_state(
         tables = open_tables(path, stored, storage)
         for table in tables:
             opened.callback(_close, table)
+        open_keys(path, stored, tables)
         if stored.status == "open":
             _secure_journal(held, stored)
             if stored.failed:
@@ -106,12 +108,13 @@ def continue_state(
             _recover(path, stored, tables)
             for table in tables:
                 drain_backend(table.backend)
-            if stored.failed or "power" in (stored.durability, storage.durability):
-                # The journal goes, and what the process before this one has written may be in the page cache
-                # only.
-                with _noting_failure(held, stored):
-                    for table in tables:
-                        table.backend.flush()
+        make_keys(path, tables)
+        if stored.status == "open" and (stored.failed or "power" in (stored.durability, storage.durability)):
+            # The journal goes, and what the process before this one has written may be in the page cache
+            # only.
+            with _noting_failure(held, stored):
+                for table in tables:
+                    table.backend.flush()
         for spec in specs:
             for table in tables:
                 if table.name == spec.name:
@@ -161,7 +164,7 @@ def _noting_failure(held: HeldDirectory, stored: Metadata) -> Iterator[None]:
 
 
 def _close(table: Table) -> None:
-    table.backend.close()
+    table.close()
 
 
 def open_tables(path: Path, stored: Metadata, storage: Storage) -> list[Table]:
@@ -174,7 +177,7 @@ def open_tables(path: Path, stored: Metadata, storage: Storage) -> list[Table]:
         tables: list[Table] = []
         for description in stored.tables:
             tables.append(_open_table(path, str(description["name"]), description, storage))
-            opened.callback(tables[-1].backend.close)
+            opened.callback(tables[-1].close)
         opened.pop_all()
     return tables
 
@@ -314,6 +317,9 @@ def _take(stored: Metadata, tables: Sequence[Table], entry: Entry, which: Which)
     stored.global_step = progress.global_step if exact else max(stored.global_step, progress.global_step)
     for table, steps in zip(tables, progress.steps, strict=True):
         table.steps = steps if exact else max(table.steps, steps)
+    for index, change in progress.keys.items():
+        if (keys := tables[index].keys) is not None:
+            keys.apply(change)
 
 
 def require_fitting(entry: Entry, tables: Sequence[StateBackend]) -> None:
@@ -410,7 +416,11 @@ def make_anew(path: Path, tables: Sequence[Table], storage: Storage) -> None:
     """Copy each table to a file of its own, whose blocks the device has not refused."""
     for table in tables:
         old = table.backend
-        table.take_over(make_table(path, content_of(table), storage))
+        made = make_table(path, content_of(table), storage)
+        if made.keys is not None:
+            made.keys.close(None)
+            made.keys = None  # rows may change until the state is recovered
+        table.take_over(made)
         with contextlib.suppress(OSError):
             old.close()
 

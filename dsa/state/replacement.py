@@ -175,7 +175,7 @@ def write_content(held: HeldDirectory, content: StateContent, storage: Storage) 
         system.sync_directory(path)
         write_metadata(path, metadata, held.directory)
         for table in made:
-            table.backend.close()
+            table.close(metadata.journal_identity)
     except BaseException:
         if not is_current(path, metadata):
             _unmake(path, made)
@@ -240,5 +240,5 @@ def _switch(
 def _unmake(path: Path, made: Sequence[Table]) -> None:
     for table in made:
         with contextlib.suppress(OSError):
-            table.backend.close()
+            table.close()
         remove_table_file(file_of(path, table))

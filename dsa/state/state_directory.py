@@ -241,7 +241,7 @@ class StateDirectory:
                 stack.callback(lambda: journal.close(remove=saved))
             with contextlib.ExitStack() as tables:
                 for table in self._transactions.tables:
-                    tables.callback(table.backend.close)
+                    tables.callback(table.close, self._metadata.journal_identity)
             self.save("closed")
             saved = True
 
@@ -345,11 +345,8 @@ class StateDirectory:
             if (journal := self._transactions.journal) is not None:
                 stack.callback(journal.close, remove=False)
             for table in self._transactions.tables:
-                if table.writer is not None:
-                    table.writer.abandon()
-                else:
-                    with contextlib.suppress(OSError):
-                        table.backend.close()
+                with contextlib.suppress(OSError):
+                    table.abandon()
 
     def renew_lock_in_child(self) -> None:
         """Replace the lock in a forked child: a thread that does not exist there may have held it."""
@@ -403,12 +400,12 @@ class StateDirectory:
         return False
 
     def _let_table_go(self, table: Table) -> None:
-        backend, writer, file = table.backend, table.writer, file_of(self.path, table)
+        file = file_of(self.path, table)
 
         def let_go() -> None:
             # Nothing of it is needed any more, least of all what is still queued for it.
             with contextlib.suppress(OSError):
-                backend.close() if writer is None else writer.abandon()
+                table.abandon()
                 remove_table_file(file)
 
         if not any(each.takes_over(table, let_go) for each in tuple(self.observers)):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from dsa.backends.base import Layout
 from dsa.backends.layouts import BUILT_IN, Memmap
 from dsa.backends.mapping import Allocate
 from dsa.rules.init import FromArray, Initializer
 from dsa.rules.updates import AnyRule
-from dsa.schema import Schema, with_dtypes
+from dsa.schema import Schema, keyed, with_dtypes
 from dsa.state.facts import TableFacts
 from dsa.state.metadata import DURABILITIES, require_kind
 
 __all__ = [
+    "FEW_ROWS",
     "Durability",
     "Queue",
     "Storage",
@@ -26,6 +27,9 @@ __all__ = [
     "narrowed",
     "table_spec",
 ]
+
+FEW_ROWS: Final = 1024
+"""Rows that a table has at first when they belong to ids, and by which it grows at least."""
 
 Durability = Literal["process", "power", "none"]
 
@@ -124,7 +128,8 @@ def table_spec(
 
     Args:
         name: Any string that is not empty.
-        source: The rule or the array that gives the first weights.
+        source: The rule or the array that gives the first weights. Without a number of rows these belong to
+            ids: the table is made with few of them, and grows.
         rule: The update rule.
         k: Curvature magnitude.
         init_max_norm_fraction: See `dsa.state.facts.TableFacts`.
@@ -136,9 +141,11 @@ def table_spec(
         ValueError: the update rule does not work in the space, a record would be too large, or a field can't
             have its dtype.
     """
-    schema = narrowed(rule.schema(source.dim, weights=weights), state_dtype)
+    schema, rows = narrowed(rule.schema(source.dim, weights=weights), state_dtype), source.rows
+    if rows is None:
+        schema, rows = keyed(schema), FEW_ROWS
     lazy = source if weights and isinstance(source, Initializer) else None
-    facts = TableFacts(name, source.rows, schema, rule, k, 0, lazy, init_max_norm_fraction)
+    facts = TableFacts(name, rows, schema, rule, k, 0, lazy, init_max_norm_fraction)
     return TableSpec(facts, source, keeps_inside)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from dataclasses import dataclass, field, replace
@@ -20,15 +21,17 @@ from dsa.kernels.threads import run_slices
 from dsa.rules.init import Initializer
 from dsa.rules.manifolds import Manifold, manifold_of
 from dsa.rules.updates import AnyRule
-from dsa.schema import TORN, Records, Rows, is_bfloat16, read_numbers, store_numbers
+from dsa.schema import TORN, Records, Rows, is_bfloat16, is_keyed, read_numbers, store_numbers
 from dsa.state.content import TableContent
 from dsa.state.facts import TableFacts, describe_facts
+from dsa.state.keys import Keys
 
 __all__ = [
     "HeldWeights",
     "Table",
     "blank_records",
     "clip_norms",
+    "clip_to_ball",
     "content_of",
     "corrupt_row",
     "describe_table",
@@ -83,6 +86,7 @@ class Table:
         awaited: The fingerprint of the weights in memory that go with the moments, until it is seen that they
             do: an empty string when it is not known, None when nothing is to be seen to.
         stepper: The optimizer that was built over it last.
+        keys: Whose the rows are, where they belong to ids.
         mapped: The backend, when a step may change its records where they are.
     """
 
@@ -95,6 +99,7 @@ class Table:
     held: HeldWeights | None = None
     awaited: str | None = None
     stepper: weakref.ref[object] | None = None
+    keys: Keys | None = None
     mapped: InPlace | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +150,7 @@ class Table:
 
     def take_over(self, other: Table) -> None:
         """Become another table of this name, but for the weights in memory; counts of use are added up."""
-        self.facts, self.backend = other.facts, other.backend
+        self.facts, self.backend, self.keys = other.facts, other.backend, other.keys
         self.writer, self.generation, self.mapped = other.writer, other.generation, other.mapped
         self.rows_written += other.rows_written
 
@@ -157,6 +162,27 @@ class Table:
             writer: The same, when it is a write queue.
         """
         self.backend, self.writer, self.mapped = backend, writer, _mapped(backend)
+
+    def close(self, token: str | None = None) -> None:
+        """Flush and close the files of the table, each of them whatever befalls the others.
+
+        Args:
+            token: What tells this moment from others, for an index that is as good as the records; None
+                leaves it as a kill would.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.keys is not None:
+                stack.callback(self.keys.close, token)
+            stack.callback(self.backend.close)
+
+    def abandon(self) -> None:
+        """Let the files go as a kill would, and what is queued for them."""
+        if self.keys is not None:
+            self.keys.close(None)
+        if self.writer is not None:
+            self.writer.abandon()
+        else:
+            self.backend.close()
 
     @property
     def space(self) -> Manifold:
@@ -188,8 +214,11 @@ def read_records(table: Table, rows: Rows, out: Records | None = None) -> Record
 def fill_untouched(table: Table, rows: Rows, records: Records) -> Records:
     """Give the records that were never written their initial weights, in place.
 
-    Without a rule every row was written once: one that says otherwise was lost, and is marked as `TORN`.
+    Without a rule every row was written once: one that says otherwise was lost, and is marked as `TORN`. A
+    row that belongs to no id has no weights: it stays as it is.
     """
+    if is_keyed(table.backend.schema):
+        return records
     if table.initializer is None:
         if "w" in table.backend.schema.names:
             records["s"][records["s"] == 0] = TORN
@@ -204,9 +233,15 @@ def fill_untouched(table: Table, rows: Rows, records: Records) -> Records:
         else:
             table.initializer.fill(rows[untouched], records["w"], untouched)
         if table.k > 0.0:  # then the weights are float32
-            limit = table.facts.init_max_norm_fraction / math.sqrt(table.k)
-            records["w"][untouched] = clip_norms(records["w"][untouched], limit)
+            records["w"][untouched] = clip_to_ball(table, records["w"][untouched])
     return records
+
+
+def clip_to_ball(table: Table, weights: Weights) -> Weights:
+    """Scale first weights that would start too near the boundary of a table's ball down, if it has one."""
+    if table.k == 0.0:
+        return weights
+    return clip_norms(weights, table.facts.init_max_norm_fraction / math.sqrt(table.k))
 
 
 def clip_norms(weights: Weights, limit: float) -> Weights:
@@ -274,7 +309,7 @@ def first_records(table: Table, rows: Rows) -> Records:
 
 def unwritten_rows(table: Table) -> int:
     """Return what a record that was never written is to a pass, see `dsa.kernels.visiting.Visit`."""
-    if table.initializer is not None:
+    if table.initializer is not None and not is_keyed(table.backend.schema):
         return FRESH
     # Without a rule every row was written once, unless its weights are elsewhere.
     return UNUSABLE if "w" in table.backend.schema.names else USABLE

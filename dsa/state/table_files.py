@@ -13,6 +13,7 @@ from dsa.backends.layouts import BUILT_IN
 from dsa.backends.writer import WriteBehind
 from dsa.errors import StateMismatchError
 from dsa.schema import Schema
+from dsa.state.keys import remove_index
 from dsa.state.metadata import owned_files, table_file_name, version_of
 from dsa.state.storage import Queue, Storage
 from dsa.state.table import Table
@@ -173,7 +174,8 @@ def match_layout(name: str, description: dict[str, Any], asked: Layout | None) -
 
 
 def remove_table_file(file: Path) -> None:
-    """Remove the file of a table, if it is there."""
+    """Remove the file of a table, if it is there, and its index."""
+    system.retried(remove_index, file)
     if file.is_dir() and not file.is_symlink():
         system.retried(shutil.rmtree, file)
     else:

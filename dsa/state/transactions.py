@@ -246,6 +246,9 @@ class Transactions:
             if not isinstance(memory, Images):
                 self._tell_observers([(table, rows)])
                 table.backend.write(rows, memory)
+        for index, change in pending.progress.keys.items():
+            if (keys := self.tables[index].keys) is not None:
+                keys.apply(change)
         for effect in pending.effects:
             effect()
         for table, rows, _ in pending.parts:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, final
 
 from dsa.backends import system
+from dsa.state.keys import index_files
 
 __all__ = ["WriteBack", "look_at"]
 
@@ -71,10 +72,11 @@ def look_at(path: Path, names: Mapping[str, int]) -> OSError | None:
 
 
 def _files(path: Path, names: Mapping[str, int]) -> list[str]:
-    """Return the regular files under some names."""
+    """Return the regular files under some names, and the indexes beside them."""
     found: list[Path] = []
     for file in (path / name for name in names if name != "."):
         found += sorted(each for each in file.rglob("*") if each.is_file()) if file.is_dir() else [file]
+        found += [each for each in index_files(file) if each.exists()]
     return [str(each) for each in found]
 
 

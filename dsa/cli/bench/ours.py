@@ -75,7 +75,9 @@ class Ours:
 
     def weights(self) -> NDArray[np.float32]:
         """Return the whole table ``(N, D)``."""
-        return np.asarray(self._optimizer.read_rows(np.arange(self._source.rows)).numpy())
+        rows = self._source.rows
+        assert rows is not None, "these tables are not keyed"
+        return np.asarray(self._optimizer.read_rows(np.arange(rows)).numpy())
 
     def file_bytes(self) -> int:
         """Return the size of the files."""
