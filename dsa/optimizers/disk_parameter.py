@@ -59,7 +59,7 @@ class DiskParameter(torch.nn.Parameter):
     """What stands for a table in ``model.parameters()``.
 
     Its shape is ``(N, D)``, its storage one number, its gradients are sparse. Where rows belong to ids, N is
-    `MOST_ROWS`, however many there are.
+    `MOST_ROWS`, however many there are, and the indices of a gradient are ids.
 
     `DiskSparseAdam` recognises it and updates the table. ``weight[ids]``, `torch.nn.functional.embedding` and
     `embedding_bag` read rows of it, with sparse gradients. Computing with the whole is refused: there is

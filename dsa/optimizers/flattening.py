@@ -9,9 +9,11 @@ import torch
 
 from dsa.errors import GradientError
 from dsa.kernels.visiting import Gradients
+from dsa.optimizers.id_rows import as_ids
 from dsa.optimizers.tensors import to_array
 from dsa.schema import Rows
 from dsa.state.coalesce import as_gradient, as_rows, coalesce
+from dsa.state.keyed_rows import find_rows
 from dsa.state.table import Table
 
 __all__ = ["gradient_rows", "moments_by_rows"]
@@ -19,6 +21,9 @@ __all__ = ["gradient_rows", "moments_by_rows"]
 
 def gradient_rows(grad: torch.Tensor, table: Table) -> tuple[Rows, Gradients]:
     """Return what a sparse gradient says of a table's rows, as `dsa.state.coalesce.coalesce` leaves it.
+
+    Where rows belong to ids, its indices are ids, and what is about ids that have lost their row since is
+    left out.
 
     Raises:
         GradientError: it is about single elements.
@@ -33,9 +38,16 @@ def gradient_rows(grad: torch.Tensor, table: Table) -> tuple[Rows, Gradients]:
     if grad._nnz() == 0:
         # numpy would pin the storage of the gradient, which torch has to enlarge in the next backward.
         return coalesce(np.empty(0, np.int64), np.empty((0, table.dim), np.float32))
-    rows = as_rows(to_array(grad._indices()[0]), len(table), table.name)
-    values = to_array(grad._values()).reshape(len(rows), -1)
-    return coalesce(rows, as_gradient(values, rows, table.dim, table.name))
+    indices = to_array(grad._indices()[0])
+    values = to_array(grad._values()).reshape(len(indices), -1)
+    if table.keys is None:
+        rows = as_rows(indices, len(table), table.name)
+        return coalesce(rows, as_gradient(values, rows, table.dim, table.name))
+    rows = find_rows(table, as_ids(indices, table.name))
+    values = as_gradient(values, rows, table.dim, table.name)
+    if len(kept := np.flatnonzero(rows >= 0)) < len(rows):
+        rows, values = rows[kept], values[kept]
+    return coalesce(rows, values)
 
 
 def moments_by_rows(foreign: object, parameters: Sequence[torch.Tensor]) -> object:

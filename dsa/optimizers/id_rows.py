@@ -42,11 +42,13 @@ class FoundIds(NamedTuple):
 
     Args:
         rows: ``(U,)`` int64, strictly increasing; negative ones stand for ids that have none.
+        owners: ``(U,)`` int64, the id that has each row.
         inverse: ``(B,)`` int64, the position of each id among them.
         values: ``(U, D)`` float32, their weights.
     """
 
     rows: Rows
+    owners: Ids
     inverse: Rows
     values: NDArray[np.float32]
 
@@ -111,7 +113,9 @@ def read_ids(
     if len(started):
         at = np.flatnonzero((distinct < _UNKNOWN) & (distinct > PADDING))
         values[at] = first_weights(table, started)[_UNKNOWN - 1 - distinct[at]]
-    return FoundIds(distinct, inverse.reshape(-1), values)
+    owners = np.empty(len(distinct), np.int64)
+    owners[inverse.reshape(-1)] = ids
+    return FoundIds(distinct, owners, inverse.reshape(-1), values)
 
 
 def known_rows(table: Table, given: NDArray[Any]) -> Rows:

@@ -64,6 +64,7 @@ def look_up(
     table, state = weight.table, weight.state
     if table.keys is None:
         unique, inverse = distinct_rows(ids, len(table), table.name)
+        owners = unique
     with state.use(), thread_limit(torch.get_num_threads()):
         state.settle()
         if table.keys is None:
@@ -72,7 +73,9 @@ def look_up(
         else:
             learning = training and torch.is_grad_enabled() and weight.requires_grad
             wanted = as_ids(flat_ids(ids, table.name), table.name)
-            unique, inverse, values = read_ids(state, table, weight.policy, wanted, padding_idx, learning)
+            unique, owners, inverse, values = read_ids(
+                state, table, weight.policy, wanted, padding_idx, learning
+            )
             padding_idx = None if padding_idx is None else PADDING
         if max_norm is not None:
             changed = clip_rows(values, float(max_norm), float(norm_type))
@@ -81,9 +84,11 @@ def look_up(
                 write_weights(state, table, unique[changed], values[changed])
     found = handed_out(values, unique, inverse.reshape(ids.shape), padding_idx, weight.device, weight.dtype)
     if torch.is_grad_enabled() and weight.requires_grad:
-        gathered = _Gather.apply(  # type: ignore[no-untyped-call]
-            weight, found.values, unique, padding_idx
-        )
+        trained = None
+        if found.padding is not None or (len(unique) and unique[0] < 0):
+            trained = np.flatnonzero((np.arange(len(unique)) != found.padding) & (unique >= 0))
+            owners = owners[trained]
+        gathered = _Gather.apply(weight, found.values, owners, trained)  # type: ignore[no-untyped-call]
         return found._replace(values=gathered)
     return found
 
@@ -145,29 +150,33 @@ def handed_out(
 
 
 class _Gather(torch.autograd.Function):
-    """Passes gathered rows on; turns their gradient into a sparse gradient of the whole table."""
+    """Passes gathered rows on; turns their gradient into a sparse gradient of the whole table.
+
+    Where rows belong to ids, its indices are the ids: by the time of the step a row may be another id's.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 - torch's context
         weight: DiskParameter,
         gathered: torch.Tensor,
-        rows: Rows,
-        padding_idx: int | None,
+        owners: Rows,
+        trained: Rows | None,
     ) -> torch.Tensor:
-        ctx.rows, ctx.padding_idx, ctx.size = rows, padding_idx, tuple(weight.shape)
+        ctx.owners, ctx.trained, ctx.size = owners, trained, tuple(weight.shape)
         return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # noqa: ANN401
-        rows: Rows = ctx.rows
-        padding = _position(rows, ctx.padding_idx)
-        if padding is not None or (len(rows) and rows[0] < 0):
-            kept = np.flatnonzero((np.arange(len(rows)) != padding) & (rows >= 0))
-            rows, grad = rows[kept], grad[_onto_device(torch.from_numpy(kept), grad.device)]
+        owners: Rows = ctx.owners
+        if ctx.trained is not None:
+            grad = grad[_onto_device(torch.from_numpy(ctx.trained), grad.device)]
         # A copy: torch can't enlarge memory of numpy's, which it does when it adds to an empty gradient.
-        indices = torch.tensor(rows, device=grad.device)[None]
-        sparse = torch.sparse_coo_tensor(indices, grad, ctx.size, check_invariants=False, is_coalesced=True)
+        indices = torch.tensor(owners, device=grad.device)[None]
+        ordered = bool((owners[1:] > owners[:-1]).all())
+        sparse = torch.sparse_coo_tensor(
+            indices, grad, ctx.size, check_invariants=False, is_coalesced=ordered
+        )
         return sparse, None, None, None
 
 

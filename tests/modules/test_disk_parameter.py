@@ -120,11 +120,11 @@ def test_other_optimizers_fail_instead_of_doing_nothing(make, method):
     assert row(layer, 1) == before
 
 
-def test_torchs_clipping_fails_as_for_any_sparse_gradient(make):
+def test_torchs_clipping_takes_the_norm_of_rows_that_come_twice(make):
     layer = make.disk(10, 4)
-    backward(layer, [1])
-    with pytest.raises(NotImplementedError, match="SparseCPU"):
-        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    backward(layer, [1, 1])
+    assert float(torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)) == 4.0
+    assert torch.allclose(layer.weight.grad.coalesce().values(), torch.full((1, 4), 0.5))
 
 
 @pytest.mark.parametrize("convert", [torch.nn.Module.half, torch.nn.Module.bfloat16, torch.nn.Module.double])
