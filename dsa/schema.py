@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 from dsa.errors import StateCorruptError
 
 __all__ = [
+    "DECAY",
     "TORN",
     "Field",
     "Records",
     "Rows",
     "Schema",
     "adam_schema",
+    "catches_up",
     "copy_field",
     "floating_fields",
     "has_stamp",
@@ -48,6 +50,9 @@ Records = NDArray[np.void]
 
 TORN: Final = -(2**31)
 """The stamp of a record that is handed out although it is not as it was written; see `StateBackend`."""
+
+DECAY: Final = "l"
+"""The field of rows that make up for decay: what the decay of their table was when they were written."""
 
 Per = Literal["element", "row"]
 
@@ -202,7 +207,9 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def adam_schema(dim: int, *, second_moment_per: Per = "element", weights: bool = True) -> Schema:
+def adam_schema(
+    dim: int, *, second_moment_per: Per = "element", weights: bool = True, decay: bool = False
+) -> Schema:
     """Return the record of Adam: weight, moments, counter, stamp.
 
     ``t`` counts the updates of the row. ``s`` is the stamp: 0 in a record that was never written, otherwise
@@ -213,6 +220,7 @@ def adam_schema(dim: int, *, second_moment_per: Per = "element", weights: bool =
         dim: Elements of a row.
         second_moment_per: ``"row"`` stores one number of ``v`` per row (row-wise Adam).
         weights: Whether the weights are part of the record, or stay with a parameter in memory.
+        decay: Whether rows make up for decay that they have missed, see `dsa.kernels.decay`.
 
     Example:
         >>> adam_schema(2, second_moment_per="row").dtype.itemsize
@@ -221,12 +229,14 @@ def adam_schema(dim: int, *, second_moment_per: Per = "element", weights: bool =
         ('m', 'v', 't', 's')
     """
     weight = (Field("w", "float32", "element"),) if weights else ()
+    owed = (Field(DECAY, "float32", "row"),) if decay else ()
     return Schema(
         dim,
         (
             *weight,
             Field("m", "float32", "element"),
             Field("v", "float32", second_moment_per),
+            *owed,
             Field("t", "int32", "row"),
             Field("s", "int32", "row"),
         ),
@@ -265,6 +275,15 @@ def has_stamp(schema: Schema) -> bool:
         (True, False)
     """
     return Field("s", "int32", "row") in schema.fields
+
+
+def catches_up(dtype: np.dtype[np.void]) -> bool:
+    """Tell whether weights are to decay by what their rows have missed before they are read.
+
+    Args:
+        dtype: That of a schema.
+    """
+    return DECAY in (dtype.names or ()) and dtype[DECAY] == np.dtype("<f4")
 
 
 def floating_fields(dtype: np.dtype[np.void]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from dsa.rules.init import Initializer, from_json
 from dsa.rules.known import rule_from_json
 from dsa.rules.updates import rule_to_json
 from dsa.schema import Schema
-from dsa.state.facts import TableFacts
+from dsa.state.facts import TableFacts, describe_decay, with_decay
 
 __all__ = [
     "ARRAY_CHECKSUM",
@@ -189,6 +189,7 @@ class TableEntry:
             "initializer": None if first is None else first.to_json(),
             "schema": facts.schema.to_json(),
             "stored_schema": None if self.stored is None else self.stored.to_json(),
+            **describe_decay(facts),
         }
 
     @classmethod
@@ -227,7 +228,7 @@ class TableEntry:
 
 def _facts(data: Mapping[str, Any]) -> TableFacts:
     first = data.get("initializer")
-    return TableFacts(
+    facts = TableFacts(
         name_from_json(data.get("name")),
         _count(data.get("rows"), "rows"),
         Schema.from_json(data.get("schema")),
@@ -237,6 +238,10 @@ def _facts(data: Mapping[str, Any]) -> TableFacts:
         None if first is None else from_json(first),
         _number(data.get("init_max_norm_fraction"), "init_max_norm_fraction"),
     )
+    try:
+        return with_decay(facts, data)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 @final

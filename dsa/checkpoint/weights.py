@@ -24,6 +24,7 @@ from dsa.checkpoint.meter import metered
 from dsa.checkpoint.names import group_names
 from dsa.checkpoint.places import Place, find_place
 from dsa.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointWriteError, DiskSpaceError
+from dsa.kernels.decay import caught_up
 from dsa.schema import Field, Records, Schema, is_bfloat16
 from dsa.state.content import StateContent, TableContent, recast
 
@@ -72,9 +73,9 @@ def _weights_only(table: TableContent) -> TableContent:
 
     def blocks() -> Iterator[tuple[int, Records]]:
         for first, records in table.blocks():
-            yield first, recast(records, schema)
+            yield first, recast(caught_up(records, table.facts.decay), schema)
 
-    facts = replace(table.facts, schema=schema, initializer=None)
+    facts = replace(table.facts, schema=schema, initializer=None, decay=0.0, added=())
     return replace(table, facts=facts, blocks=blocks, stored=None)
 
 
@@ -156,7 +157,8 @@ def _write(file: BinaryIO, content: StateContent, header: bytes, options: Export
     with metered(options.get("progress", False), _size(content), "weights") as advance:
         file.write(header)
         for table in content.tables:
-            for _, records in table.blocks():
+            for _, stored in table.blocks():
+                records = caught_up(stored, table.facts.decay)
                 weights = np.ascontiguousarray(records["w"])  # the bit patterns of bfloat16
                 file.write(weights.data)
                 advance(weights.nbytes)

@@ -204,6 +204,7 @@ def _facts(a: TableContent, b: TableContent) -> dict[str, tuple[Any, Any]]:
         "dim": (a.schema.dim, b.schema.dim),
         "k": (a.k, b.k),
         "steps": (a.facts.steps, b.facts.steps),
+        "decay": (a.facts.decay, b.facts.decay),
         "rule": (_rule_of(a), _rule_of(b)),
         "fields": (_lacking(b, a), _lacking(a, b)),
     }

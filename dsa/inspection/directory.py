@@ -238,8 +238,8 @@ class ObservedDirectory:
             if tail is not None:
                 if tail.note is None:
                     break
-                return Progress.from_bytes(tail.note, self._steps())
-        return Progress(self._metadata.global_step, self._steps())
+                return Progress.from_bytes(tail.note, self._described())
+        return self._described()
 
     def journal_bytes(self) -> tuple[int, int]:
         """Return the length of the journal and the bytes that it occupies on disk; zero without one."""
@@ -260,8 +260,13 @@ class ObservedDirectory:
     def _journal_path(self) -> Path:
         return self.path / self._metadata.journal_name
 
-    def _steps(self) -> tuple[int, ...]:
-        return tuple(int(table["steps"]) for table in self._metadata.tables)
+    def _described(self) -> Progress:
+        tables = self._metadata.tables
+        return Progress(
+            self._metadata.global_step,
+            tuple(int(table["steps"]) for table in tables),
+            tuple(float(table.get("decay", 0.0)) for table in tables),
+        )
 
     def _does_without(self) -> bool:
         # Nobody synced the journal of such a state; what a restart, or copying, has left of it is what there

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dsa.inspection.sketch import Sketch, Spread, count_scale, norm_scale
 from dsa.inspection.state_view import StateView, open_state
 from dsa.inspection.table_view import TableView
+from dsa.kernels.decay import caught_up
 from dsa.rules.manifolds import BALL_EPS
 from dsa.schema import Records, floating_fields, read_numbers
 from dsa.state.content import StateContent, TableContent
@@ -207,6 +208,7 @@ class _Pass:
         self._floating = floating_fields(table.schema.dtype)
         self._non_negative = [name for name in table.rule.non_negative if name in self._names]
         self._root = math.sqrt(table.k)
+        self._decay = table.facts.decay
 
     def take(self, first: int, records: Records) -> None:
         """Take in one block.
@@ -221,6 +223,8 @@ class _Pass:
         if len(written) < len(records):
             records = records[written]
         numbers = {name: read_numbers(records, name) for name in self._floating}
+        if "w" in numbers:
+            numbers["w"] = read_numbers(caught_up(records, self._decay), "w")
         squares = {name: _squares(numbers[name]) for name in ("w", "m") if name in numbers}
         means = {name: _mean(values) for name, values in numbers.items() if name not in squares}
         good = self._plausible(records, numbers, [*squares.values(), *means.values()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from dsa.inspection.overlaid import OverlaidBackend
 from dsa.inspection.sources import files_at
 from dsa.rules.init import Initializer
 from dsa.rules.updates import AnyRule
-from dsa.schema import Records, Schema
+from dsa.schema import Records, Schema, catches_up
 from dsa.state.coalesce import as_rows
 from dsa.state.content import TableContent
 from dsa.state.progress import Progress
@@ -28,6 +28,8 @@ else:
     Dataset = Any  # so that annotations can be looked up where xarray is not installed
 
 __all__ = ["Owner", "TableView"]
+
+_TRIES: Final = 20
 
 
 class Owner(Protocol):
@@ -54,7 +56,8 @@ class TableView:
     - rows that training is writing at the moment may be half new, and the last step of a killed process may
       not have arrived: the journal has it.
 
-    `read` and `weights` copy rows and have neither gap.
+    `read` and `weights` copy rows and have neither gap. Where rows make up for decay, ``w`` is the weight as
+    it was written, and `weights` alone what it has become.
 
     Of a table that is stored as Zarr, ``table["w"]`` is a `zarr.Array`: its slices are numpy arrays. Of one
     in a storage of your own it may be an array that reads rows when it is sliced. A field that is stored as
@@ -205,7 +208,15 @@ class TableView:
                 f"table {self.name!r} holds no weights, they are a parameter in memory: look at the module"
             )
         unique, inverse = self._unique(rows)
-        return np.asarray(read_weights(self._current(), unique)[inverse])
+        table = self._current()
+        found = read_weights(table, unique)
+        for _ in range(_TRIES if catches_up(self.schema.dtype) else 0):
+            # Rows that no step touches decay with each: they are of that step whose count is theirs.
+            decay = table.decay
+            if self._current().decay == decay:
+                break
+            found = read_weights(table, unique)
+        return np.asarray(found[inverse])
 
     def announce(self, rows: NDArray[np.int64]) -> None:
         """Tell the system which rows will be read soon: ``(B,)`` int64, strictly increasing."""
@@ -251,12 +262,14 @@ class TableView:
             "k": self.k,
             "steps": self.steps,
             "rule": self.rule.name,
+            **({"decay": self._current().decay} if catches_up(self.schema.dtype) else {}),
             "initializer": "none" if rule is None else repr(rule),
         }
 
     def _current(self) -> Table:
         self._state.require_open()
-        self._table.steps = self._state.standing().steps[self._index]
+        standing = self._state.standing()
+        self._table.steps, self._table.decay = standing.steps[self._index], standing.decays[self._index]
         return self._table
 
     def _blocks(self) -> Iterator[tuple[int, Records]]:

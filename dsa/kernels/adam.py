@@ -12,12 +12,13 @@ SparseAdam would lose a small square beside a large v when beta2 is 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from dsa.kernels.compiled import inlined
 from dsa.kernels.constants import StepConstants, corrections, epsilon, step_constants
+from dsa.kernels.decay import remaining
 from dsa.kernels.layout import Floats
 from dsa.kernels.report import StepReport
 from dsa.kernels.visiting import Scratch, Visit, pass_of, visit_records, weights_of
@@ -26,7 +27,23 @@ from dsa.schema import Records
 if TYPE_CHECKING:
     from dsa.rules.conventions import AdamOptions
 
-__all__ = ["adam_pass", "adam_step", "row_wise_adam_pass"]
+__all__ = ["CatchUpConstants", "adam_pass", "adam_step", "catch_up_adam_pass", "row_wise_adam_pass"]
+
+
+class CatchUpConstants(NamedTuple):
+    """What does not depend on the row, where rows make up for decay that they have missed.
+
+    Args:
+        adam: That of Adam; what is subtracted beside the step is the decay of this step.
+        before: The table's decay before this step, as a row stores it.
+        after: The table's decay after it.
+        stamp: The stamp of the new records.
+    """
+
+    adam: StepConstants
+    before: float
+    after: float
+    stamp: int
 
 
 def adam_step(
@@ -73,6 +90,22 @@ def _update(visit: Visit, constants: StepConstants, scratch: Scratch, p: int, sl
     else:
         kept, w = weights_of(visit, scratch, p, slot)
         _descend(scratch.gradient, kept, old_m, old_v, w, m, v, count, constants)
+
+
+@inlined
+def _update_caught_up(visit: Visit, constants: CatchUpConstants, scratch: Scratch, p: int, slot: int) -> None:
+    """Update a row from the weight that a reader has seen before the step."""
+    layout = visit.layout
+    dim, owed = layout.dim, layout.t - 1
+    old, new = visit.images[slot].view(np.float32), visit.table[visit.places[p]].view(np.float32)
+    old_w, w = old[layout.w : layout.w + dim], new[layout.w : layout.w + dim]
+    old_m, old_v = old[layout.m : layout.m + dim], old[layout.v : layout.v + dim]
+    m, v = new[layout.m : layout.m + dim], new[layout.v : layout.v + dim]
+    left, kept = np.float32(remaining(old[owed], constants.before)), scratch.weights
+    for j in range(kept.shape[0]):
+        kept[j] = left * old_w[j]
+    _descend(scratch.gradient, kept, old_m, old_v, w, m, v, visit.images[slot, layout.t], constants.adam)
+    new[owed] = np.float32(constants.after)
 
 
 @inlined
@@ -144,4 +177,5 @@ def _descend_row_wise(
 
 
 adam_pass = pass_of(_update)
+catch_up_adam_pass = pass_of(_update_caught_up)
 row_wise_adam_pass = pass_of(_update_row_wise)

@@ -64,6 +64,7 @@ def copy_weights(
     factors: Words,
     unwritten: int,
     weights: Words,
+    since: Words,
     fresh: Rows,
     start: int,
     stop: int,
@@ -77,6 +78,8 @@ def copy_weights(
         factors: Of the checksum.
         unwritten: What becomes of a record that was never written.
         weights: ``(U, D)`` words of float32, output.
+        since: ``(U,)`` words of float32, output: what was the decay when each was written, see
+            `dsa.kernels.decay`; ``(0,)`` where rows don't tell.
         fresh: ``(U,)`` int64, output: positions that are left out, from `start` on.
         start: The first position.
         stop: Where to end.
@@ -85,7 +88,7 @@ def copy_weights(
         The first position whose record can't be used, or -1, and how many were left out.
     """
     copy = _copy_weights if isinstance(layout, WordLayout) else _copy_packed_weights
-    return copy(table, places, layout, factors, unwritten, weights, fresh, start, stop)  # type: ignore[arg-type]
+    return copy(table, places, layout, factors, unwritten, weights, since, fresh, start, stop)  # type: ignore[arg-type]
 
 
 @compiled(_nrt=False)
@@ -96,6 +99,7 @@ def _copy_weights(
     factors: Words,
     unwritten: int,
     weights: Words,
+    since: Words,
     fresh: Rows,
     start: int,
     stop: int,
@@ -111,6 +115,8 @@ def _copy_weights(
             continue
         if state == UNUSABLE or not all_finite(record[layout.first : layout.t]):
             return p, left_out
+        if since.shape[0]:
+            since[p] = record[layout.t - 1]  # the last of the numbers
         source, target = record[layout.w : layout.w + layout.dim], weights[p]
         for j in range(source.shape[0]):
             target[j] = source[j]
@@ -125,6 +131,7 @@ def _copy_packed_weights(
     factors: Words,
     unwritten: int,
     weights: Words,
+    since: Words,
     fresh: Rows,
     start: int,
     stop: int,
@@ -141,6 +148,8 @@ def _copy_packed_weights(
             continue
         if state == UNUSABLE or not finite_numbers(record, layout):
             return p, left_out
+        if since.shape[0]:
+            since[p] = record[layout.t - 1]
         if paired:
             unpack_pairs(record[first : first + (dim + 1) // 2], weights[p])
         else:

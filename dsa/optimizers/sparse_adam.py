@@ -30,7 +30,7 @@ from dsa.optimizers.options import as_number, group_options
 from dsa.optimizers.registration import Registry, require_ball, require_countable
 from dsa.optimizers.sparse_tables import SparseTables, checked_groups
 from dsa.optimizers.stepping import in_dialect
-from dsa.rules.adam import adam_rule
+from dsa.rules.adam import AdamRule, adam_rule
 from dsa.rules.conventions import (
     AdamOptions,
     BiasCorrection,
@@ -64,9 +64,13 @@ class DiskSparseAdam(torch.optim.Optimizer):
         lr: Learning rate, > 0.
         betas: Decays of the moments, each in [0, 1).
         eps: Floor of the denominator, > 0; added to the uncorrected root, as torch's SparseAdam does.
-        weight_decay: Decay of the rows of a batch, >= 0.
+        weight_decay: Decay, >= 0, of the rows of a batch; of all rows with `weight_decay_catch_up`.
         state_dir: The state directory. Needed only when there are ordinary parameters.
         weight_decay_mode: ``"l2"``, ``"decoupled"`` or another of `Convention`; left out, the convention's.
+        weight_decay_catch_up: Whether rows decay in steps that don't touch them, too, as in dense AdamW: what
+            a row has missed is made up for when it is next touched, read or exported. It takes a number more
+            for each row. In flat space, with ``weight_decay_mode="decoupled"`` or ``"unscaled"``. With
+            `DiskEmbedding`, it goes with its ``state="catch_up_adam"``.
         maximize: Ascend instead of descend.
         bias_correction: ``"row"``, ``"parameter"`` or ``"global"``; None takes the convention's.
         second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``; left out, the convention's. With
@@ -112,6 +116,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
         *,
         state_dir: str | os.PathLike[str] | None = None,
         weight_decay_mode: WeightDecayMode = DEFAULT_DECAY,
+        weight_decay_catch_up: bool = False,
         maximize: bool = False,
         bias_correction: BiasCorrection | None = None,
         second_moment: SecondMoment = DEFAULT_MOMENT,
@@ -139,9 +144,10 @@ class DiskSparseAdam(torch.optim.Optimizer):
             max_step=None if max_step is None else as_number("max_step", max_step),
         )
         choice = storage_choice(backend, allocate, durability, async_writes)
+        rule = adam_rule(self._convention.second_moment, weight_decay_catch_up)
         self._sparse = SparseTables(
-            Registry(state_dir, resume, choice, adam_rule(self._convention.second_moment), state_dtype),
-            partial(_options_of, fixed=fixed, convention=self._convention),
+            Registry(state_dir, resume, choice, rule, state_dtype),
+            partial(_options_of, fixed=fixed, convention=self._convention, rule=rule),
             _import_moments,
             partial(in_dialect, convention=self._convention),
         )
@@ -199,7 +205,9 @@ class DiskSparseAdam(torch.optim.Optimizer):
     load_checkpoint = portable.load_checkpoint
 
 
-def _options_of(group: dict[str, Any], fixed: AdamOptions, convention: Convention) -> AdamOptions:
+def _options_of(
+    group: dict[str, Any], fixed: AdamOptions, convention: Convention, rule: AdamRule
+) -> AdamOptions:
     require_countable(convention, [group])
     for name, value in _told(convention, fixed).items():
         if group.get(name, value) != value:
@@ -207,7 +215,9 @@ def _options_of(group: dict[str, Any], fixed: AdamOptions, convention: Conventio
                 f"{name}={group[name]!r} of a parameter group is not the optimizer's, which is {value!r}: "
                 "build an optimizer with it"
             )
-    return group_options(group, fixed)
+    options = group_options(group, fixed)
+    rule.decay_of(options)  # which refuses what can't be made up for
+    return options
 
 
 def _told(convention: Convention, fixed: AdamOptions) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         beta2: Decay of the second moment, in [0, 1).
         eps: Floor of the denominator, > 0. On the ball it is compared with ``|g| / lambda^2``, in frame and
             row mode with ``|g| / lambda``.
-        weight_decay: Decay of the rows of a batch, >= 0.
+        weight_decay: Decay, >= 0, of the rows of a batch; of all rows with `weight_decay_catch_up`.
         weight_decay_mode: ``"l2"``, ``"decoupled"`` or another of `Convention`; left out, the convention's.
         k: Curvature magnitude, the curvature being -k: 0 is flat, > 0 a ball of radius ``1 / sqrt(k)``. A
             dict gives one for each table. When state is resumed, the stored curvature wins, with a warning.
@@ -120,6 +120,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         state_dtype: How the tables are stored, see `DiskEmbedding`; float32 when None.
         ids: How ids are treated in tables whose rows belong to ids, those made of a rule without a number of
             rows, such as ``init.Normal(None, 16)``; a dict gives one for each table.
+        weight_decay_catch_up: See `DiskSparseAdam`; tables have to be flat.
 
     Raises:
         ValueError: an option is out of range, or options contradict each other.
@@ -166,6 +167,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         convention: Convention | None = None,
         state_dtype: StateDtype | None = None,
         ids: IdPolicy | Mapping[str, IdPolicy] | None = None,
+        weight_decay_catch_up: bool = False,
     ) -> None:
         sources = named_sources(params)
         self._convention = dialect_of(
@@ -190,7 +192,8 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
                 f"max_step={max_step!r} is a length on the ball, but every table has k=0: leave it out, or "
                 "pass k > 0"
             )
-        rule = adam_rule(options.second_moment)
+        rule = adam_rule(options.second_moment, weight_decay_catch_up)
+        rule.decay_of(options)  # which refuses what can't be made up for
         specs = specs_of(sources, rule, curvatures, init_max_norm_fraction, state_dtype)
         self._fixed, self._ids = options, policies_of(ids, sources)
         self._stepping = Stepping()

@@ -108,7 +108,8 @@ class Stepping:
 
 def _transact(state: StateDirectory, batches: Sequence[Batch]) -> list[StepReport]:
     tables = [batch.table for batch in batches]
-    progress = state.progress().after_step([state.index(table) for table in tables])
+    growth = {state.index(batch.table): batch.table.rule.decay_of(batch.options) for batch in batches}
+    progress = state.progress().after_step(growth)
     parts = [(batch.table, batch.rows) for batch in batches]
     stamp = stamp_of(progress.global_step)
     prepare = state.prepare_in_place if state.can_be_in_place(tables) else state.prepare

@@ -141,7 +141,7 @@ def update_records(
 
 
 def _pass_of(table: Table, options: object, stamp: int) -> tuple[Pass, Any]:
-    return table.rule.pass_for(options, k=table.k, stamp=stamp, step=table.steps + 1)
+    return table.rule.pass_for(options, k=table.k, stamp=stamp, step=table.steps + 1, decay=table.decay)
 
 
 def explain(table: Table, rows: Rows, gradients: Gradients, bad: int) -> CorruptRowError | GradientError:

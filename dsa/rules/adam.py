@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsa.kernels.adam import adam_pass, row_wise_adam_pass
+from dsa.kernels.adam import CatchUpConstants, adam_pass, catch_up_adam_pass, row_wise_adam_pass
 from dsa.kernels.constants import step_constants
+from dsa.kernels.decay import rounded
 from dsa.kernels.poincare import ball_constants, ball_pass, row_wise_ball_pass
 from dsa.kernels.visiting import Pass
 from dsa.rules.conventions import AdamOptions, SecondMoment
 from dsa.rules.manifolds import Manifold
-from dsa.schema import Records, Schema, adam_schema, read_numbers, store_numbers
+from dsa.schema import DECAY, Records, Schema, adam_schema, read_numbers, store_numbers
 
-__all__ = ["ADAM", "FRAME_ADAM", "ROW_WISE_ADAM", "AdamRule", "adam_rule"]
+__all__ = ["ADAM", "CATCH_UP_ADAM", "FRAME_ADAM", "ROW_WISE_ADAM", "AdamRule", "adam_rule"]
 
 Doubles = NDArray[np.float64]
 _NON_NEGATIVE: Final[Mapping[str, str]] = MappingProxyType({"v": "second moment"})
+_NON_NEGATIVE_CATCH_UP: Final[Mapping[str, str]] = MappingProxyType({"v": "second moment", DECAY: "decay"})
 
 
 @final
@@ -29,9 +32,13 @@ _NON_NEGATIVE: Final[Mapping[str, str]] = MappingProxyType({"v": "second moment"
 class AdamRule:
     """Adam, in flat space and on a ball; see `dsa.rules.updates.UpdateRule`.
 
+    With `catches_up`, in flat space alone: a row that is touched or read has decayed by all that it has
+    missed since it was written last, see `dsa.kernels.decay`.
+
     Args:
         name: Its name.
         second_moment: The meaning of ``v``, see `AdamOptions`.
+        catches_up: Whether rows make up for decay that they have missed.
 
     Example:
         >>> ADAM.schema(dim=2).names, ROW_WISE_ADAM.choice
@@ -40,10 +47,13 @@ class AdamRule:
 
     name: str
     second_moment: SecondMoment
+    catches_up: bool = False
 
     @property
     def choice(self) -> str:
         """The argument that chooses it."""
+        if self.catches_up:
+            return "weight_decay_catch_up=True"
         return f"second_moment={self.second_moment!r}"
 
     @property
@@ -53,13 +63,13 @@ class AdamRule:
 
     @property
     def curved(self) -> bool:
-        """True."""
-        return True
+        """Whether it does not catch up: on a ball decay is not a factor of the weight."""
+        return not self.catches_up
 
     @property
     def non_negative(self) -> Mapping[str, str]:
-        """``v``, the second moment."""
-        return _NON_NEGATIVE
+        """``v``, the second moment, and the decay of rows that make up for it."""
+        return _NON_NEGATIVE_CATCH_UP if self.catches_up else _NON_NEGATIVE
 
     def with_options(self, options: Mapping[str, Any]) -> AdamRule:
         """Return the rule itself.
@@ -76,13 +86,42 @@ class AdamRule:
 
     def schema(self, dim: int, *, weights: bool = True) -> Schema:
         """Return the fields of a record, ``w m v t s``; see `dsa.schema.adam_schema`."""
-        per_row = self.second_moment == "row"
-        return adam_schema(dim, second_moment_per="row" if per_row else "element", weights=weights)
+        per: Literal["row", "element"] = "row" if self.second_moment == "row" else "element"
+        return adam_schema(dim, second_moment_per=per, weights=weights, decay=self.catches_up)
 
-    def pass_for(self, options: AdamOptions, *, k: float, stamp: int, step: int) -> tuple[Pass, Any]:
+    def decay_of(self, options: AdamOptions) -> float:
+        """Return the logarithm of what a step takes of a weight, where that is made up for.
+
+        Raises:
+            ValueError: decay goes through the moments, or takes a weight as a whole.
+        """
+        if not self.catches_up:
+            return 0.0
+        mode, rate = options.weight_decay_mode, options.weight_decay
+        if mode not in ("decoupled", "unscaled"):
+            raise ValueError(
+                f"weight_decay_mode={mode!r} is no decay that a row could make up for, which has to be a "
+                "factor of its weight beside the gradient: pass weight_decay_mode='decoupled', or leave "
+                "weight_decay_catch_up out"
+            )
+        share = rate if mode == "unscaled" else options.lr * rate
+        if share >= 1.0:
+            raise ValueError(
+                f"weight_decay={rate!r} with lr={options.lr!r} takes {share!r} of a weight in a step, "
+                "so that nothing is left of it: lower weight_decay or lr"
+            )
+        return -math.log1p(-share)
+
+    def pass_for(
+        self, options: AdamOptions, *, k: float, stamp: int, step: int, decay: float = 0.0
+    ) -> tuple[Pass, Any]:
         """Return the pass of one step; whatever second moment the options name, it is the rule's."""
         if options.second_moment != self.second_moment:
             options = replace(options, second_moment=self.second_moment)
+        if self.catches_up:
+            before, after = rounded(decay), rounded(decay + self.decay_of(options))
+            constants = step_constants(options, stamp, step)._replace(decay=-math.expm1(before - after))
+            return catch_up_adam_pass, CatchUpConstants(constants, before, after, stamp)
         row_wise = self.second_moment == "row"
         if k == 0.0:
             return row_wise_adam_pass if row_wise else adam_pass, step_constants(options, stamp, step)
@@ -109,11 +148,12 @@ def _rescaled(v: Doubles, ratio: Doubles, old: Manifold, new: Manifold, mode: st
 ADAM: Final = AdamRule("adam", "coordinate")
 FRAME_ADAM: Final = AdamRule("frame_adam", "frame")
 ROW_WISE_ADAM: Final = AdamRule("row_wise_adam", "row")
+CATCH_UP_ADAM: Final = AdamRule("catch_up_adam", "coordinate", catches_up=True)
 _BY_SECOND_MOMENT: Final = (ADAM, FRAME_ADAM, ROW_WISE_ADAM)
 
 
-def adam_rule(second_moment: str) -> AdamRule:
-    """Return the rule that a ``second_moment`` argument chooses.
+def adam_rule(second_moment: str, catch_up: bool = False) -> AdamRule:
+    """Return the rule that the arguments ``second_moment`` and ``weight_decay_catch_up`` choose.
 
     Raises:
         ValueError: there is none.
@@ -122,6 +162,13 @@ def adam_rule(second_moment: str) -> AdamRule:
         >>> adam_rule("row").name
         'row_wise_adam'
     """
+    if catch_up and second_moment != "coordinate":
+        raise ValueError(
+            f"weight_decay_catch_up=True does not go with second_moment={second_moment!r}: leave one of them "
+            "out"
+        )
+    if catch_up:
+        return CATCH_UP_ADAM
     for rule in _BY_SECOND_MOMENT:
         if rule.second_moment == second_moment:
             return rule

@@ -92,7 +92,7 @@ class Convention:
             * weight_decay * w`` from the weight (AdamW; FBGEMM's decay inside the bracket is the same
             number); ``"unscaled"`` subtracts ``weight_decay * w``, whatever the learning rate (AdamW of
             TensorFlow Addons); ``"none"`` knows no decay, and any but 0 is refused. Whichever it is, only
-            rows of the batch decay.
+            rows of the batch decay, unless an optimizer's ``weight_decay_catch_up`` says otherwise.
         second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``, see `AdamOptions`.
         duplicates: What becomes of gradients of one row in a batch: their ``"sum"``, or their ``"mean"`` over
             as many as the optimizer is handed.

@@ -8,19 +8,21 @@ curvature.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsa.rules.manifolds import Manifold
 from dsa.rules.updates import AnyRule
-from dsa.schema import Records, read_numbers, store_numbers
+from dsa.schema import DECAY, Records, read_numbers, store_numbers
 
 __all__ = ["CurvatureMap", "map_weights", "recurve"]
 
 CurvatureMap = Literal["clip", "log0"]
 Doubles = NDArray[np.float64]
+_KEPT: Final = {"id", "live", "w", DECAY, "s"}
+"""The fields that no moments are: whose the row is, its weight and what that is to decay by, its stamp."""
 
 
 def recurve(
@@ -40,14 +42,14 @@ def recurve(
         rule: What the fields beside the weight mean.
         mapping: ``"clip"`` keeps the coordinates and clips; ``"log0"`` keeps the tangent vector at the
             origin, hence every distance to the origin.
-        reset_moments: Zero everything but weight and stamp instead of rescaling it.
+        reset_moments: Zero the moments and counts instead of rescaling the moments.
     """
     changed = records.copy()
     w = old.project(read_numbers(records, "w").astype(np.float64))[0]
     moved = map_weights(w, old, new, mapping)
     store_numbers(changed, "w", moved)
     if reset_moments:
-        for name in set(changed.dtype.names or ()) - {"w", "s"}:
+        for name in set(changed.dtype.names or ()) - _KEPT:
             changed[name] = 0
         return changed
     # Flat space is scaled by 1, not by the 2 that the ball tends to, as `Manifold.scale` has it.

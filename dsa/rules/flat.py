@@ -72,7 +72,13 @@ class FlatRule(Generic[Options]):
         weight = (Field("w", "float32", "element"),) if weights else ()
         return Schema(dim, (*weight, *self.fields, Field("s", "int32", "row")))
 
-    def pass_for(self, options: Options, *, k: float, stamp: int, step: int) -> tuple[Pass, Any]:
+    def decay_of(self, options: Options) -> float:
+        """Return 0: rows decay in their own steps, if at all."""
+        return 0.0
+
+    def pass_for(
+        self, options: Options, *, k: float, stamp: int, step: int, decay: float = 0.0
+    ) -> tuple[Pass, Any]:
         """Return the pass of one step and its constants."""
         assert k == 0.0, "see `dsa.state.facts.TableFacts`"
         return self.arithmetic(options, stamp, step)

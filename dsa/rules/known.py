@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from dsa.errors import StateMismatchError
 from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD
-from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM, adam_rule
+from dsa.rules.adam import ADAM, CATCH_UP_ADAM, FRAME_ADAM, ROW_WISE_ADAM, adam_rule
 from dsa.rules.conventions import SecondMoment
 from dsa.rules.lion import LION
 from dsa.rules.sgd import SGD
@@ -18,6 +18,7 @@ RULES: Final[tuple[AnyRule, ...]] = (
     ADAM,
     FRAME_ADAM,
     ROW_WISE_ADAM,
+    CATCH_UP_ADAM,
     ADAGRAD,
     ROW_WISE_ADAGRAD,
     SGD,

@@ -74,7 +74,23 @@ class UpdateRule(Protocol[Options]):
         """
         ...
 
-    def pass_for(self, options: Options, *, k: float, stamp: int, step: int) -> tuple[Pass, Any]:
+    def decay_of(self, options: Options) -> float:
+        """Return by how much the decay of a table grows in a step, see `dsa.kernels.decay`.
+
+        Args:
+            options: Those of the step.
+
+        Returns:
+            ``-log(1 - d)``; 0 unless rows make up for the decay of steps that did not touch them.
+
+        Raises:
+            ValueError: there is nothing that could be made up for with these options.
+        """
+        ...
+
+    def pass_for(
+        self, options: Options, *, k: float, stamp: int, step: int, decay: float = 0.0
+    ) -> tuple[Pass, Any]:
         """Return the arithmetic of a step: a compiled pass over records, and the constants that it needs.
 
         Args:
@@ -82,6 +98,7 @@ class UpdateRule(Protocol[Options]):
             k: Curvature magnitude of the space; 0 unless the rule is `curved`.
             stamp: What ``s`` becomes; the constants have it by this name.
             step: The table's count of steps, 1 at the first.
+            decay: The table's decay before the step, the sum of `decay_of`.
 
         Returns:
             The pass, see `dsa.kernels.visiting.pass_of`, and its constants.

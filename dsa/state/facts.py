@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dsa.errors import StateCorruptError, StateError, StateMismatchError
 from dsa.rules.init import Initializer, from_json
 from dsa.rules.known import rule_from_json
 from dsa.rules.manifolds import curvature_from_json
 from dsa.rules.updates import AnyRule, label_of, rule_to_json
-from dsa.schema import Schema, is_bfloat16
+from dsa.schema import Rows, Schema, catches_up, is_bfloat16
 from dsa.state.metadata import METADATA_NAME
 
-__all__ = ["TableFacts", "describe_facts", "stored_facts", "unreadable_table"]
+__all__ = [
+    "TableFacts",
+    "describe_decay",
+    "describe_facts",
+    "first_decays",
+    "stored_facts",
+    "unreadable_table",
+    "with_decay",
+]
 
 
 @final
@@ -35,9 +48,14 @@ class TableFacts:
         initializer: The rule that gives rows their first weights until they are written; None when every row
             was written at creation, or the records hold no weights.
         init_max_norm_fraction: Largest norm of a fresh row on the ball, as a fraction of its radius.
+        decay: What a row's weight has decayed by that was there from the beginning, see `dsa.kernels.decay`;
+            0 unless rows make up for what they miss of it.
+        added: Where the table has grown since it has a decay: the first of the new rows, whose first weights
+            decay from then on, and the decay at that time.
 
     Raises:
-        ValueError: the update rule works in flat space only, and the table is on a ball.
+        ValueError: the update rule works in flat space only, and the table is on a ball; or weights that are
+            not in the table are to make up for decay; or the decay is none.
     """
 
     name: str
@@ -48,6 +66,8 @@ class TableFacts:
     steps: int = 0
     initializer: Initializer | None = None
     init_max_norm_fraction: float = 0.5
+    decay: float = 0.0
+    added: tuple[tuple[int, float], ...] = ()
 
     @property
     def seed(self) -> int:
@@ -66,6 +86,18 @@ class TableFacts:
                 f"table {self.name!r} has the update rule {label_of(self.rule)}, which works in flat "
                 f"space only, and k={self.k!r}: pass k=0, or choose another rule"
             )
+        if catches_up(self.schema.dtype) and "w" not in self.schema.names:
+            raise ValueError(
+                f"table {self.name!r} has the update rule {label_of(self.rule)}, and its weights are a "
+                "parameter in memory, which is read as it is: make it a DiskEmbedding, or leave "
+                "weight_decay_catch_up out"
+            )
+        decays = [0.0, *(decay for _, decay in self.added), self.decay]
+        if not math.isfinite(self.decay) or not all(a <= b for a, b in pairwise(decays)):
+            raise ValueError(
+                f"decay={self.decay!r} and added={self.added!r} of table {self.name!r} are no sums of what "
+                "steps took: restore it from a copy"
+            )
 
 
 @lru_cache(maxsize=256)
@@ -83,7 +115,37 @@ def describe_facts(facts: TableFacts) -> dict[str, Any]:
         "rule": rule_to_json(facts.rule),
         "init_max_norm_fraction": facts.init_max_norm_fraction,
         "init": None if facts.initializer is None else facts.initializer.to_json(),
+        **describe_decay(facts),
     }
+
+
+def describe_decay(facts: TableFacts) -> dict[str, Any]:
+    """Return what descriptions say of the decay that rows make up for: nothing where they don't.
+
+    Beside the array of a row's own, `decay` says what a reader needs: ``w * exp(-(float32(decay) - l))``.
+    """
+    if not catches_up(facts.schema.dtype):
+        return {}
+    return {"decay": facts.decay, "added": [list(each) for each in facts.added]}
+
+
+def with_decay(facts: TableFacts, described: Mapping[str, Any]) -> TableFacts:
+    """Return the facts of a table with the decay that a description tells.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    if not catches_up(facts.schema.dtype):
+        return facts
+    added = tuple((int(first), float(decay)) for first, decay in described.get("added", ()))
+    return replace(facts, decay=float(described.get("decay", 0.0)), added=added)
+
+
+def first_decays(facts: TableFacts, rows: Rows) -> NDArray[np.float32]:
+    """Return what the decay of a table was when rows came to be, ``(B,)``, as they would store it."""
+    firsts = [0, *(first for first, _ in facts.added)]
+    decays = np.array([0.0, *(decay for _, decay in facts.added)], np.float32)
+    return np.asarray(decays[np.searchsorted(firsts, rows, side="right") - 1])
 
 
 def stored_facts(path: Path, stored: Mapping[str, Any]) -> TableFacts:
@@ -99,7 +161,7 @@ def stored_facts(path: Path, stored: Mapping[str, Any]) -> TableFacts:
     """
     try:
         init, backend = stored["init"], stored["backend"]
-        return TableFacts(
+        facts = TableFacts(
             str(stored["name"]),
             int(backend["rows"]),
             Schema.from_json(backend["schema"]),
@@ -109,6 +171,7 @@ def stored_facts(path: Path, stored: Mapping[str, Any]) -> TableFacts:
             None if init is None else from_json(init),
             float(stored["init_max_norm_fraction"]),
         )
+        return with_decay(facts, stored)
     except StateMismatchError as error:
         raise StateMismatchError(
             f"table {stored.get('name')!r} in {str(path)!r} can't be used ({error}): open it with a release "

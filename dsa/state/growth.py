@@ -19,8 +19,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from dsa.backends.base import Growing, Layout
+from dsa.kernels.decay import rounded
 from dsa.rules.init import FromArray, Initializer, MatrixLike, as_initializer
-from dsa.schema import Records
+from dsa.schema import DECAY, Records, catches_up
 from dsa.state.content import TableContent
 from dsa.state.facts import TableFacts
 from dsa.state.first_weights import first_content
@@ -167,8 +168,10 @@ def _make_room(growth: Growth) -> bool:
 
 def _facts(growth: Growth) -> TableFacts:
     facts, first = growth.table.facts, growth.table.initializer
-    longer = first if first is None or first.rows is None else replace(first, rows=growth.rows)
-    return replace(facts, rows=growth.rows, initializer=longer)
+    if first is None or first.rows is None:
+        return replace(facts, rows=growth.rows)
+    added = (*facts.added, (facts.rows, facts.decay)) if catches_up(facts.schema.dtype) else ()
+    return replace(facts, rows=growth.rows, initializer=replace(first, rows=growth.rows), added=added)
 
 
 def _adopt(state: StateDirectory, growing: Sequence[Growth]) -> None:
@@ -216,6 +219,8 @@ def _first_blocks(
     if isinstance(source, FromArray):
         spec = TableSpec(replace(facts, rows=source.rows, initializer=None), source)
         for first, records in first_content(spec).blocks():
+            if catches_up(records.dtype):
+                records[DECAY] = rounded(facts.decay)
             yield before + first, records
         return
     ruled = replace(table, facts=replace(facts, initializer=source))

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.backends.id_map import Ids
-from dsa.schema import Rows, store_numbers
+from dsa.schema import Rows
 from dsa.state.growth import Growth, grow_tables
 from dsa.state.keys import KeyChange, Keys
 from dsa.state.progress import Progress
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import FEW_ROWS
-from dsa.state.table import Table, blank_records, clip_to_ball, stamp_of
+from dsa.state.table import Table, blank_records, clip_to_ball, set_weights, stamp_of
 
 __all__ = ["delete_ids", "find_rows", "first_weights", "insert_ids", "keys_of"]
 
@@ -90,7 +90,8 @@ def _insert(state: StateDirectory, table: Table, ids: Ids, weights: Weights | No
     (records,) = state.prepare(_with_change(state, table, change), [(table, rows[order])])
     records[:] = blank_records(table, len(rows), stamp_of(state.global_step))
     records["id"], records["live"] = ids[order], 1
-    store_numbers(records, "w", (first_weights(table, ids) if weights is None else weights)[order])
+    first = first_weights(table, ids) if weights is None else weights
+    set_weights(table, records, first[order], stamp_of(state.global_step))
     state.commit()
 
 

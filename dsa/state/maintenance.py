@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from dsa.errors import StateWarning, notify
 from dsa.kernels.plausible import first_implausible
-from dsa.schema import Rows, read_numbers, store_numbers
+from dsa.schema import Rows, read_numbers
 from dsa.state.keys import Keys
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import (
@@ -16,6 +16,7 @@ from dsa.state.table import (
     corrupt_row,
     fill_untouched,
     implausible_rows,
+    set_weights,
     stamp_of,
 )
 from dsa.state.table_files import file_of
@@ -80,6 +81,5 @@ def write_weights(state: StateDirectory, table: Table, rows: Rows, weights: NDAr
     position = first_implausible(memory, table.rule.non_negative)
     if position >= 0:
         raise corrupt_row(table, rows, memory, position)
-    store_numbers(memory, "w", weights)
-    memory["s"] = stamp_of(state.global_step)
+    set_weights(table, memory, weights, stamp_of(state.global_step))
     state.commit()

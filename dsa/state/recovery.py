@@ -36,7 +36,7 @@ from dsa.state.journal_format import Entry
 from dsa.state.journal_salvage import salvage_journal
 from dsa.state.matching import match_names, match_stored_table, warn_of_curvature
 from dsa.state.metadata import Metadata, mark_failed, read_metadata, write_metadata
-from dsa.state.progress import Progress
+from dsa.state.progress import Progress, progress_of
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Storage, TableSpec
 from dsa.state.survey import Loss, adopt_newest, survey
@@ -311,12 +311,13 @@ def replay(
 
 def _take(stored: Metadata, tables: Sequence[Table], entry: Entry, which: Which) -> None:
     """Write a journal entry's rows to the tables, and adopt its counts; doing so again changes nothing."""
-    progress = Progress.from_bytes(entry.note, [table.steps for table in tables])
+    progress = Progress.from_bytes(entry.note, progress_of(tables, stored.global_step))
     _apply(tables, entry, which)
     exact = which == "all"
     stored.global_step = progress.global_step if exact else max(stored.global_step, progress.global_step)
-    for table, steps in zip(tables, progress.steps, strict=True):
+    for table, steps, decay in zip(tables, progress.steps, progress.decays, strict=True):
         table.steps = steps if exact else max(table.steps, steps)
+        table.decay = decay if exact else max(table.decay, decay)
     for index, change in progress.keys.items():
         if (keys := tables[index].keys) is not None:
             keys.apply(change)

@@ -22,14 +22,14 @@ from dsa.errors import DiskSpaceError
 from dsa.rules.curvature import CurvatureMap, recurve
 from dsa.rules.init import FromArray
 from dsa.rules.manifolds import manifold_of
-from dsa.schema import Records, store_numbers
+from dsa.schema import Records
 from dsa.state.content import StateContent, TableContent
 from dsa.state.creation import begin_life, is_current, make_table, queue_writes
 from dsa.state.holding import HeldDirectory
 from dsa.state.metadata import METADATA_NAME, Metadata, write_metadata
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import Storage
-from dsa.state.table import Table, content_of, describe_table, require_plausible, stamp_of
+from dsa.state.table import Table, content_of, describe_table, require_plausible, set_weights, stamp_of
 from dsa.state.table_files import file_of, remove_table_file, table_bytes
 from dsa.state.transactions import Effect
 
@@ -91,8 +91,7 @@ def replace_weights(state: StateDirectory, table: Table, source: FromArray) -> N
 
     def loaded(first: int, records: Records) -> Records:
         weights = source.rows_of(first, first + len(records)).astype(np.float64)
-        store_numbers(records, "w", table.space.project(weights)[0])
-        records["s"] = stamp_of(state.global_step)
+        set_weights(table, records, table.space.project(weights)[0], stamp_of(state.global_step))
         return records
 
     replace_tables(state, [transformed(table, loaded)])

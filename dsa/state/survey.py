@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dsa.backends.base import Sparse
-from dsa.schema import Records, Rows
+from dsa.kernels.decay import rounded
+from dsa.schema import DECAY, Records, Rows, catches_up
 from dsa.state.metadata import Metadata
 from dsa.state.table import Table, implausible_rows, lost_rows, outside_rows, stamp_of
 
@@ -27,11 +28,13 @@ class Loss(NamedTuple):
         torn: Rows whose records are not as they were written: no step can use them.
         newest: The newest stamp of the others, one more than the step that wrote it.
         unsure: How many of these were written after the last step that the device is known to hold.
+        decay: The largest decay that one of the others stores, 0 where they store none.
     """
 
     torn: Rows
     newest: int
     unsure: int
+    decay: float
 
 
 def survey(table: Table, durable_step: int, advance: Callable[[int], object] = lambda size: None) -> Loss:
@@ -44,6 +47,7 @@ def survey(table: Table, durable_step: int, advance: Callable[[int], object] = l
     """
     torn: list[Rows] = [np.empty(0, np.int64)]
     newest = unsure = done = 0
+    decay = 0.0
     for first, records in _written_blocks(table):
         broken = implausible_rows(records, table.rule) | outside_rows(records, table.k)
         broken |= lost_rows(records, table.initializer is not None)
@@ -51,17 +55,20 @@ def survey(table: Table, durable_step: int, advance: Callable[[int], object] = l
         torn.append(first + np.flatnonzero(broken))
         newest = max(newest, int(stamps.max(initial=0)))
         unsure += int((stamps > stamp_of(durable_step)).sum())
+        if catches_up(records.dtype):
+            decay = max(decay, float(records[DECAY][~broken].max(initial=0.0)))
         advance((first + len(records) - done) * records.itemsize)
         done = first + len(records)
     advance((len(table) - done) * table.backend.schema.dtype.itemsize)
-    return Loss(np.concatenate(torn), newest, unsure)
+    return Loss(np.concatenate(torn), newest, unsure, decay)
 
 
 def adopt_newest(stored: Metadata, tables: Sequence[Table], losses: Sequence[Loss]) -> None:
-    """Raise the counts of steps to those that the rows tell of.
+    """Raise the counts of steps, and decay that rows may miss, to those that the rows tell of.
 
     A table counts as one that took part in every step up to its newest row's: too few steps would be worse,
-    since a bias correction of the first steps would then be applied to moments that have none.
+    since a bias correction of the first steps would then be applied to moments that have none. Decay never
+    falls, and each row stores what it was: what is lost is that of last steps of which no row is left.
 
     Args:
         stored: The description; its count of steps is the last one that is known otherwise.
@@ -71,6 +78,8 @@ def adopt_newest(stored: Metadata, tables: Sequence[Table], losses: Sequence[Los
     known = stored.global_step
     for table, loss in zip(tables, losses, strict=True):
         table.steps += max(0, loss.newest - 1 - known)
+        if loss.decay > rounded(table.decay):
+            table.decay = loss.decay
         stored.global_step = max(stored.global_step, loss.newest - 1)
 
 

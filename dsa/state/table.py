@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dsa.backends.base import GROWING, Growing, InPlace, StateBackend
 from dsa.backends.writer import WriteBehind
 from dsa.errors import CorruptRowError
+from dsa.kernels.decay import catch_up, rounded
 from dsa.kernels.judging import FRESH, UNUSABLE, USABLE, copy_weights
 from dsa.kernels.layout import Words, record_layout
 from dsa.kernels.plausible import describe_fault, first_implausible
@@ -21,9 +22,19 @@ from dsa.kernels.threads import run_slices
 from dsa.rules.init import Initializer
 from dsa.rules.manifolds import Manifold, manifold_of
 from dsa.rules.updates import AnyRule
-from dsa.schema import TORN, Records, Rows, is_bfloat16, is_keyed, read_numbers, store_numbers
+from dsa.schema import (
+    DECAY,
+    TORN,
+    Records,
+    Rows,
+    catches_up,
+    is_bfloat16,
+    is_keyed,
+    read_numbers,
+    store_numbers,
+)
 from dsa.state.content import TableContent
-from dsa.state.facts import TableFacts, describe_facts
+from dsa.state.facts import TableFacts, describe_facts, first_decays
 from dsa.state.keys import Keys
 
 __all__ = [
@@ -43,6 +54,7 @@ __all__ = [
     "read_records",
     "read_weights",
     "require_plausible",
+    "set_weights",
     "stamp_of",
     "unwritten_rows",
 ]
@@ -148,6 +160,16 @@ class Table:
         if steps != self.facts.steps:
             self.facts = replace(self.facts, steps=steps)
 
+    @property
+    def decay(self) -> float:
+        """What the weight of a row has decayed by that was there from the beginning, see `TableFacts`."""
+        return self.facts.decay
+
+    @decay.setter
+    def decay(self, decay: float) -> None:
+        if decay != self.facts.decay:
+            self.facts = replace(self.facts, decay=decay)
+
     def take_over(self, other: Table) -> None:
         """Become another table of this name, but for the weights in memory; counts of use are added up."""
         self.facts, self.backend, self.keys = other.facts, other.backend, other.keys
@@ -225,6 +247,8 @@ def fill_untouched(table: Table, rows: Rows, records: Records) -> Records:
         return records
     untouched = np.flatnonzero(records["s"] == 0)
     if len(untouched):
+        if catches_up(records.dtype):
+            records[DECAY][untouched] = first_decays(table.facts, rows[untouched])
         if is_bfloat16(records.dtype["w"]):
             first, weights = records[untouched], np.empty((len(untouched), table.dim), np.float32)
             table.initializer.fill(rows[untouched], weights)
@@ -253,34 +277,41 @@ def clip_norms(weights: Weights, limit: float) -> Weights:
 
 
 def read_weights(table: Table, rows: Rows) -> Weights:
-    """Return the weights ``(B, D)`` of `rows`, brought into the ball.
+    """Return the weights ``(B, D)`` of `rows`, brought into the ball, after whatever decay they have missed.
 
     Raises:
         CorruptRowError: a stored row holds implausible values.
     """
     weights = np.empty((len(rows), table.dim), np.float32)
+    since = np.empty(len(rows) if catches_up(table.facts.schema.dtype) else 0, np.float32)
     if table.mapped is not None:
-        _copy_weights(table, table.mapped, rows, weights)
+        _copy_weights(table, table.mapped, rows, weights, since)
     else:
-        _extract_weights(table, rows, weights)
+        _extract_weights(table, rows, weights, since)
+    if len(since):
+        catch_up(weights, since, table.decay)
     if table.k == 0.0:
         return weights
     return table.space.project(weights.astype(np.float64))[0].astype(np.float32)
 
 
-def _copy_weights(table: Table, mapped: InPlace, rows: Rows, weights: Weights) -> None:
-    """Fill in the weights of `rows`, straight from where their records are."""
+def _copy_weights(table: Table, mapped: InPlace, rows: Rows, weights: Weights, since: Weights) -> None:
+    """Fill in the weights of `rows`, and what they store of decay, straight from where their records are."""
     layout = record_layout(table.backend.schema.dtype, tuple(table.rule.non_negative))
     fresh, unwritten = np.empty(len(rows), np.int64), unwritten_rows(table)
     table.rows_read += len(rows)
 
     def copy(records: Words, factors: Words, places: Rows, start: int, stop: int) -> int:
+        words, marks = weights.view(np.int32), since.view(np.int32)
         bad, left_out = copy_weights(
-            records, places, layout, factors, unwritten, weights.view(np.int32), fresh, start, stop
+            records, places, layout, factors, unwritten, words, marks, fresh, start, stop
         )
         if left_out:
             positions = fresh[start : start + left_out]
-            weights[positions] = read_numbers(first_records(table, rows[positions]), "w")
+            first = first_records(table, rows[positions])
+            weights[positions] = read_numbers(first, "w")
+            if len(since):
+                since[positions] = first[DECAY]
         return bad
 
     bad = [each for each in mapped.look(rows, copy) if each >= 0]
@@ -289,8 +320,8 @@ def _copy_weights(table: Table, mapped: InPlace, rows: Rows, weights: Weights) -
         raise corrupt_row(table, row, read_records(table, row), 0)
 
 
-def _extract_weights(table: Table, rows: Rows, weights: Weights) -> None:
-    """Fill in the weights of `rows` from copies of their records."""
+def _extract_weights(table: Table, rows: Rows, weights: Weights, since: Weights) -> None:
+    """Fill in the weights of `rows`, and what they store of decay, from copies of their records."""
 
     def read(start: int, stop: int) -> None:
         records = read_records(table, rows[start:stop])
@@ -298,6 +329,8 @@ def _extract_weights(table: Table, rows: Rows, weights: Weights) -> None:
         if position >= 0:
             raise corrupt_row(table, rows[start:stop], records, position)
         weights[start:stop] = read_numbers(records, "w")
+        if len(since):
+            since[start:stop] = records[DECAY]
 
     run_slices(read, len(rows))
 
@@ -364,6 +397,21 @@ def require_plausible(table: Table, first: int, records: Records) -> None:
 def stamp_of(step: int) -> int:
     """Return the stamp of a record written in a step: one more, as far as an int32 goes."""
     return min(step + 1, 2**31 - 1)
+
+
+def set_weights(table: Table, records: Records, weights: NDArray[np.floating[Any]], stamp: int) -> None:
+    """Give records other weights, in place, from which they are to decay from now on.
+
+    Args:
+        table: The table.
+        records: ``(B,)``, those of rows of it.
+        weights: ``(B, D)``, inside the table's space.
+        stamp: What their ``s`` becomes.
+    """
+    store_numbers(records, "w", weights)
+    if catches_up(records.dtype):
+        records[DECAY] = rounded(table.decay)
+    records["s"] = stamp
 
 
 def blank_records(table: Table, rows: int, stamp: int) -> Records:

@@ -255,8 +255,9 @@ class Transactions:
             table.rows_written += len(rows)
         self.steps_taken += pending.progress.global_step - self.global_step
         self.global_step = pending.progress.global_step
-        for table, steps in zip(self.tables, pending.progress.steps, strict=True):
-            table.steps = steps
+        progress = pending.progress
+        for table, steps, decay in zip(self.tables, progress.steps, progress.decays, strict=True):
+            table.steps, table.decay = steps, decay
         self._draft = None
         self._pending = None
 

@@ -168,7 +168,7 @@ POSITIONAL = [
 ]  # fmt: skip
 KEYWORD = [
     "backend", "allocate", "durability", "async_writes", "second_moment", "v_transport", "max_step",
-    "bias_correction", "convention", "state_dtype", "ids",
+    "bias_correction", "convention", "state_dtype", "ids", "weight_decay_catch_up",
 ]  # fmt: skip
 
 

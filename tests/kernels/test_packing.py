@@ -16,7 +16,7 @@ from dsa.kernels.packing import fill_dither, pack, unpack
 from dsa.kernels.poincare import ball_constants, ball_pass, row_wise_ball_pass
 from dsa.kernels.sgd import SGDConstants, sgd_pass
 from dsa.kernels.visiting import visit_records
-from dsa.rules.adagrad import ROW_WISE_ADAGRAD, AdagradOptions
+from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD, AdagradOptions
 from dsa.rules.conventions import AdamOptions
 from dsa.rules.known import RULES
 from dsa.schema import adam_schema, read_numbers, store_numbers, with_dtypes
@@ -84,7 +84,7 @@ CASES = {
     "ball": (ball_pass, "adam", ball_constants(ADAM, 0.7, STAMP, None)),
     "ball by rows": (row_wise_ball_pass, "row_wise_adam", ball_constants(ADAM, 0.7, STAMP, None)),
     "adagrad": (
-        adagrad_pass, "adagrad", RULES[3].pass_for(AdagradOptions(0.1), k=0.0, stamp=STAMP, step=1)[1]
+        adagrad_pass, "adagrad", ADAGRAD.pass_for(AdagradOptions(0.1), k=0.0, stamp=STAMP, step=1)[1]
     ),
     "adagrad by rows": (
         row_wise_adagrad_pass,

@@ -328,3 +328,13 @@ def test_extreme_curvatures(tmp_path, k):
         rows = optimizer.read_rows(range(ROWS))
         assert torch.isfinite(rows).all()
         assert norms(rows).max() < 1.0 / math.sqrt(k)
+
+
+def test_resetting_moments_leaves_rows_to_their_ids(tmp_path):
+    with build(tmp_path, {"entity": init.Uniform(None, DIM, -0.1, 0.1)}, k=1.0, lr=0.1) as optimizer:
+        optimizer.step({"entity": ([7, -2], np.ones((2, DIM), np.float32))})
+        before = optimizer.read_rows([7, -2])
+        optimizer.set_curvature(0.5, reset_moments=True)
+        assert torch.equal(optimizer.read_rows([7, -2]), before)
+    with build(tmp_path, {"entity": init.Uniform(None, DIM, -0.1, 0.1)}, k=0.5, resume=True) as optimizer:
+        assert sorted(optimizer.ids()) == [-2, 7]

@@ -30,7 +30,7 @@ from dsa.kernels.visiting import Gradients, pass_of
 from dsa.optimizers.stepping import Batch, Stepping
 from dsa.rules import known
 from dsa.rules.adagrad import ADAGRAD, ROW_WISE_ADAGRAD, AdagradOptions
-from dsa.rules.adam import ADAM, FRAME_ADAM, ROW_WISE_ADAM, adam_rule
+from dsa.rules.adam import ADAM, CATCH_UP_ADAM, FRAME_ADAM, ROW_WISE_ADAM, adam_rule
 from dsa.rules.conventions import AdamOptions
 from dsa.rules.init import Normal
 from dsa.rules.lion import LION, LionOptions
@@ -41,7 +41,7 @@ from dsa.schema import TORN, Field, Schema, adam_schema, read_numbers, store_num
 from dsa.state.opening import open_directory
 from dsa.state.replacement import change_curvature
 from dsa.state.storage import StorageChoice, table_spec
-from dsa.state.table import read_records
+from dsa.state.table import read_records, read_weights
 
 ROWS, DIM, BATCH = 311, 6, 40
 
@@ -101,7 +101,10 @@ class Momentum:
     def schema(self, dim, *, weights=True):
         return adam_schema(dim, second_moment_per="row", weights=weights)
 
-    def pass_for(self, options, *, k, stamp, step):
+    def decay_of(self, options):
+        return 0.0
+
+    def pass_for(self, options, *, k, stamp, step, decay):
         return _PASS, Constants(options.lr, self.decay, stamp)
 
     def rescale(self, records, ratio, old, new):
@@ -134,12 +137,14 @@ class Case(NamedTuple):
         return with_dtypes(self.rule.schema(DIM), self.dtypes or {})
 
 
+DECOUPLED = AdamOptions(lr=0.1, weight_decay=0.3, weight_decay_mode="decoupled")
 CASES = {
     "adam": Case(ADAM, AdamOptions(lr=0.1), 0.0, 4 * (3 * DIM + 2)),
     "adam on a ball": Case(ADAM, AdamOptions(lr=0.01), 0.5, 4 * (3 * DIM + 2)),
     "frame_adam": Case(FRAME_ADAM, AdamOptions(lr=0.01), 1.0, 4 * (3 * DIM + 2)),
     "row_wise_adam": Case(ROW_WISE_ADAM, AdamOptions(lr=0.1), 0.0, 4 * (2 * DIM + 3)),
     "row_wise_adam on a ball": Case(ROW_WISE_ADAM, AdamOptions(lr=0.01), 1.0, 4 * (2 * DIM + 3)),
+    "catch_up_adam": Case(CATCH_UP_ADAM, DECOUPLED, 0.0, 4 * (3 * DIM + 3)),
     "adagrad": Case(ADAGRAD, AdagradOptions(0.1, lr_decay=0.01), 0.0, 4 * (2 * DIM + 1)),
     "row_wise_adagrad": Case(ROW_WISE_ADAGRAD, AdagradOptions(0.1), 0.0, 4 * (DIM + 2)),
     "sgd": Case(SGD, SGDOptions(0.1), 0.0, 4 * (DIM + 1)),
@@ -163,6 +168,7 @@ CASES = {
                 "m",
                 4 * (3 * DIM // 2 + 3),
             ),
+            ("catch_up_adam", CATCH_UP_ADAM, DECOUPLED, 0.0, "wv", 4 * (2 * DIM + 3)),
             ("adagrad", ADAGRAD, AdagradOptions(0.1), 0.0, "wh", 4 * (DIM + 1)),
             ("row_wise_adagrad", ROW_WISE_ADAGRAD, AdagradOptions(0.1), 0.0, "w", 4 * (DIM // 2 + 2)),
             ("sgd", SGD, SGDOptions(0.1), 0.0, "w", 4 * (DIM // 2 + 1)),
@@ -215,9 +221,16 @@ def train(state, case, until, threads=1):
 
 
 def contents(state):
-    """The bytes of all records, with the weights that rows have from their rule."""
+    """The bytes of all records, with the weights that rows have from their rule, and of all weights."""
     state.settle()
-    return read_records(state.tables["entity"], np.arange(ROWS)).tobytes()
+    table = state.tables["entity"]
+    return read_records(table, np.arange(ROWS)).tobytes() + read_weights(table, np.arange(ROWS)).tobytes()
+
+
+def records_of(state, case):
+    """All records."""
+    state.settle()
+    return np.frombuffer(read_records(state.tables["entity"], np.arange(ROWS)).tobytes(), case.schema.dtype)
 
 
 def trained(path, case, until):
@@ -261,9 +274,9 @@ def test_training_goes_on_where_it_was_left(tmp_path, case):
 
 def test_a_step_changes_the_rows_of_its_batch_alone(tmp_path, case):
     with opened(tmp_path, case) as state:
-        before = np.frombuffer(contents(state), case.schema.dtype)
+        before = records_of(state, case)
         train(state, case, 1)
-        after = np.frombuffer(contents(state), case.schema.dtype)
+        after = records_of(state, case)
     rows, _ = batch_of(0)
     assert (after["w"][rows] != before["w"][rows]).any(axis=1).all()
     assert (np.flatnonzero(after["s"]) == rows).all()
@@ -355,7 +368,8 @@ def test_inspection(tmp_path, case):
         assert view["entity"].fields == case.rule.schema(DIM).names
     assert verify(tmp_path / "a").ok
     (compared,) = diff(tmp_path / "a", tmp_path / "b").tables
-    assert compared.facts == {"steps": (5, 6)}
+    decays = {"decay": tuple(-n * np.log1p(-0.03) for n in (5, 6))} if case.rule == CATCH_UP_ADAM else {}
+    assert compared.facts == {"steps": (5, 6), **{name: pytest.approx(both) for name, both in decays.items()}}
     assert {each.name: each.rows for each in compared.fields}["s"] == BATCH
 
 
@@ -477,10 +491,10 @@ def test_another_curvature_keeps_counts_or_resets_all(tmp_path, name, reset):
     case = CASES[name]
     with opened(tmp_path, case) as state:
         train(state, case, 3)
-        before = np.frombuffer(contents(state), case.schema.dtype)
+        before = records_of(state, case)
         change_curvature(state, [(state.tables["entity"], 2.0)], "clip", reset)
         assert (state.tables["entity"].k, state.tables["entity"].rule) == (2.0, case.rule)
-        after = np.frombuffer(contents(state), case.schema.dtype)
+        after = records_of(state, case)
         train(state, case, 6)
     written = before["s"] > 0
     assert ((after["s"] > 0) == written).all()
