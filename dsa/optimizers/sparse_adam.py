@@ -158,7 +158,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "weight_decay_mode": self._convention.weight_decay_mode,
             "maximize": maximize,
-            **_told(self._convention, fixed),
+            **_told(self._convention, fixed, rule),
         }
         groups = checked_groups(params, defaults, self._sparse)
         require_ball(max_step, groups)
@@ -209,7 +209,7 @@ def _options_of(
     group: dict[str, Any], fixed: AdamOptions, convention: Convention, rule: AdamRule
 ) -> AdamOptions:
     require_countable(convention, [group])
-    for name, value in _told(convention, fixed).items():
+    for name, value in _told(convention, fixed, rule).items():
         if group.get(name, value) != value:
             raise ValueError(
                 f"{name}={group[name]!r} of a parameter group is not the optimizer's, which is {value!r}: "
@@ -220,7 +220,7 @@ def _options_of(
     return options
 
 
-def _told(convention: Convention, fixed: AdamOptions) -> dict[str, Any]:
+def _told(convention: Convention, fixed: AdamOptions, rule: AdamRule) -> dict[str, Any]:
     """Return the options that all groups share, and have for whoever builds the optimizer again from one.
 
     Points of a dialect that no argument of the constructor has are among them where they are not the
@@ -231,6 +231,7 @@ def _told(convention: Convention, fixed: AdamOptions) -> dict[str, Any]:
     return {
         "bias_correction": convention.bias_correction,
         "second_moment": convention.second_moment,
+        "weight_decay_catch_up": rule.catches_up,
         "v_transport": fixed.v_transport,
         "max_step": fixed.max_step,
         **{name: points[name] for name in _DIALECT if points[name] != getattr(default, name)},

@@ -36,9 +36,9 @@ class Snapshot(NamedTuple):
 
 
 def counts_of(optimizer: DiskSparseRiemannianAdam) -> tuple[object, ...]:
-    """Return the steps that the state and each table have taken, and the curvatures."""
+    """Return the steps that the state and each table have taken, curvatures, and what weights decayed by."""
     tables = optimizer._state.tables.values()
-    return (optimizer.global_step, *((table.name, table.steps, table.k) for table in tables))
+    return (optimizer.global_step, *((table.name, table.steps, table.k, table.decay) for table in tables))
 
 
 def records_of(directory: Path) -> dict[str, bytes]:

@@ -66,6 +66,7 @@ class Scenario:
     spoiled: bool = False
     ops: tuple[Op, ...] = ()
     backend: str = "memmap"
+    catches_up: bool = False
 
     def source(self, name: str, salt: int):
         """Return a table's first weights."""
@@ -79,6 +80,7 @@ class Scenario:
     def build(self, directory: Path, *, resume: bool | None, salt: int = 0) -> DiskSparseRiemannianAdam:
         """Open the scenario's optimizer. Warnings are not the harness's subject."""
         names = list(stored_tables(directory)) if resume else []
+        decay = {"weight_decay": 0.3, "weight_decay_mode": "decoupled", "weight_decay_catch_up": True}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return DiskSparseRiemannianAdam(
@@ -92,6 +94,7 @@ class Scenario:
                 second_moment=self.second_moment,
                 async_writes=self.async_writes,
                 max_queue_size=_QUEUE,
+                **(decay if self.catches_up else {}),
             )
 
     def batch(self, number: int, names: tuple[str, ...] = _FIRST) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -140,7 +143,7 @@ class Scenario:
         raise AssertionError("a gradient that is infinite was taken")
 
     def _add(self, optimizer: DiskSparseRiemannianAdam, name: str) -> None:
-        rule, k = adam_rule(self.second_moment), self.curvatures[name]
+        rule, k = adam_rule(self.second_moment, self.catches_up), self.curvatures[name]
         spec = table_spec(name, self.source(name, 0), rule, k=k, init_max_norm_fraction=0.5)
         add_table(optimizer._state, spec, optimizer._state.storage)
 
@@ -168,6 +171,7 @@ STEPPING = (
     Scenario("power, ball", "power", BALL, seed=6, journal=2048, eager=True, ops=_STEPS),
     Scenario("queue, mixed", curvatures=MIXED, async_writes=True, seed=7, journal=1 << 15, ops=_STEPS),
     Scenario("queue, power, ball", "power", BALL, async_writes=True, seed=8, journal=1 << 15, ops=_STEPS),
+    Scenario("catching up", seed=9, journal=2048, catches_up=True, ops=_STEPS),
 )
 
 _CHANGES = (

@@ -553,6 +553,11 @@ REBUILT = {
     "torch's counter": {"bias_correction": "parameter"},
     "decay": {"weight_decay": 0.1, "weight_decay_mode": "decoupled", "bias_correction": "global"},
     "a dialect by its arguments": {"convention": dsa.conventions.TORCH_SPARSE_ADAM},
+    "decay of all rows": {
+        "weight_decay": 0.1,
+        "weight_decay_mode": "decoupled",
+        "weight_decay_catch_up": True,
+    },
 }
 
 
@@ -560,7 +565,8 @@ REBUILT = {
 def test_d27_an_optimizer_built_again_from_its_groups_is_the_same(make, case):
     found = []
     for rebuild in (False, True):
-        table = make.disk(9, 2, where=str(rebuild))
+        state = "catch_up_adam" if "weight_decay_catch_up" in REBUILT[case] else "adam"
+        table = make.disk(9, 2, where=str(rebuild), state=state)
         optimizer = make.adam(table, where=str(rebuild), **REBUILT[case])
         for number in range(4):
             if rebuild:
