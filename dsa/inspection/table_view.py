@@ -189,7 +189,8 @@ class TableView:
     def weights(self, rows: NDArray[Any] | Sequence[int]) -> NDArray[np.float32]:
         """Return the weights of some rows as training would read them.
 
-        Rows that were never written have their initial weights, and on a ball all are inside it.
+        Rows that were never written have their initial weights, and on a ball all are inside it. Beside a
+        process without a journal the decay that rows have missed is that up to the last flush.
 
         Args:
             rows: ``(B,)`` of an integer dtype, in any order, duplicates allowed.
