@@ -240,8 +240,8 @@ def _facts(data: Mapping[str, Any]) -> TableFacts:
     )
     try:
         return with_decay(facts, data)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its decay can't be read ({error!r})") from error
 
 
 @final

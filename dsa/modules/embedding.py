@@ -50,7 +50,8 @@ class DiskEmbedding(DiskModule):
             seeded by torch's generator, or on a ball uniformly from ±0.001.
         k: Curvature magnitude: 0 is flat, > 0 a ball of curvature -k.
         state: The optimizer to make room for: ``"adam"``, ``"rowwise_adam"`` with one second moment per row,
-            ``"adagrad"``, ``"rowwise_adagrad"`` with one sum per row, or the name of another update rule.
+            ``"catch_up_adam"`` for ``weight_decay_catch_up=True``, ``"adagrad"``, ``"rowwise_adagrad"`` with
+            one sum per row, or the name of another update rule.
         state_dtype: How the table is stored: ``"bfloat16"`` halves what the optimizer keeps, rounded at
             random so that its means are right; a dict, such as ``{"w": "bfloat16", "v": "bfloat16"}``,
             chooses for each field, the weight ``w`` among them. None is float32.

@@ -322,8 +322,8 @@ def agree_on_rule(state: StateDirectory, table: Table, rule: AnyRule) -> None:
     if table.steps or rule.schema(own.dim, weights="w" in own.names) != widened(own):
         raise StateMismatchError(
             f"table {table.name!r} holds the state of the update rule {label_of(table.rule)} but the "
-            f"optimizer computes {label_of(rule)}: use {table.rule.choice}, or make the table with the "
-            "state= that goes with the optimizer (state='rowwise_adam' with second_moment='row')"
+            f"optimizer computes {label_of(rule)}: use {table.rule.choice}, or make the table with "
+            f"state={rule.name!r}"
         )
     table.facts = replace(table.facts, rule=rule)
     state.save()

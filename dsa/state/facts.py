@@ -133,12 +133,12 @@ def with_decay(facts: TableFacts, described: Mapping[str, Any]) -> TableFacts:
     """Return the facts of a table with the decay that a description tells.
 
     Raises:
-        ValueError, TypeError: it is none.
+        KeyError, TypeError, ValueError: it is none.
     """
     if not catches_up(facts.schema.dtype):
         return facts
-    added = tuple((int(first), float(decay)) for first, decay in described.get("added", ()))
-    return replace(facts, decay=float(described.get("decay", 0.0)), added=added)
+    added = tuple((int(first), float(decay)) for first, decay in described["added"])
+    return replace(facts, decay=float(described["decay"]), added=added)
 
 
 def first_decays(facts: TableFacts, rows: Rows) -> NDArray[np.float32]:

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from current_files import journal_file
 from nursery import start
 
 import dsa
 from dsa import init
 from dsa.backends import Zarr
-from dsa.errors import StateMismatchError, StateWarning
+from dsa.errors import CheckpointError, GradientError, StateCorruptError, StateMismatchError, StateWarning
 from dsa.rules.conventions import TORCH_ADAMW
+from dsa.state.metadata import read_metadata, write_metadata
 
 ROWS, DIM = 40, 4
 WD = 0.3
@@ -325,6 +327,28 @@ def test_a_kill_without_a_journal_loses_the_decay_of_steps_that_left_no_row(tmp_
     assert found == trained_weights(tmp_path / "whole", 6)  # of seven steps
 
 
+@pytest.mark.parametrize("journal", ["kept", "missing", "zeros"])
+def test_after_a_loss_of_power_decay_is_that_of_the_newest_row(tmp_path, monkeypatch, journal):
+    path = tmp_path / "s"
+    optimizer = explicit(path)
+    optimizer.step({"entity": batch_of(0)})
+    optimizer.flush()
+    for step in range(1, 6):
+        optimizer.step({"entity": batch_of(step)})
+    optimizer._state.abandon()
+    if journal == "missing":
+        journal_file(path).unlink()
+    elif journal == "zeros":
+        journal_file(path).write_bytes(bytes(journal_file(path).stat().st_size))
+    monkeypatch.setattr("dsa.backends.system.boot_identity", lambda: "another run of the system")
+    with pytest.warns(StateWarning, match="the machine was restarted"):
+        optimizer = explicit(path, resume=True)
+    assert optimizer._state.tables["entity"].decay == pytest.approx(6 * -math.log1p(-0.1 * WD), rel=1e-7)
+    found = optimizer.read_rows(np.arange(ROWS)).numpy().tobytes()
+    optimizer.close()
+    assert found == trained_weights(tmp_path / "whole", 6)
+
+
 def test_what_can_not_be_made_up_for_is_refused(tmp_path):
     def refused(match, **options):
         with pytest.raises(ValueError, match=match):
@@ -350,6 +374,55 @@ def test_what_can_not_be_made_up_for_is_refused(tmp_path):
             weight_decay_mode="decoupled",
             weight_decay_catch_up=True,
         )
+
+
+def test_a_step_that_is_refused_takes_nothing_of_a_weight(tmp_path):
+    with explicit(tmp_path) as optimizer:
+        optimizer.step({"entity": batch_of(0)})
+        before = optimizer.read_rows(np.arange(ROWS)).numpy().tobytes()
+        rows, grad = batch_of(1)
+        grad[-1] = np.inf
+        with pytest.raises(GradientError):
+            optimizer.step({"entity": (rows, grad)})
+        assert optimizer.read_rows(np.arange(ROWS)).numpy().tobytes() == before
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"decay": -1.0},
+        {"decay": "0.1x"},
+        {"decay": None},
+        {"decay": math.nan},
+        {"decay": math.inf},
+        {"added": [[5, 9.0]]},
+        {"added": [[5, math.nan]]},
+        {"added": [5]},
+        {"added": None},
+    ],
+)
+def test_a_description_of_no_decay_is_damage(tmp_path, described):
+    trained_weights(tmp_path, 3)
+    stored = read_metadata(tmp_path)
+    stored.tables[0] |= described
+    write_metadata(tmp_path, stored)
+    for look in (lambda: explicit(tmp_path, resume=True), lambda: dsa.open_state(tmp_path)):
+        with pytest.raises(StateCorruptError, match=r"the description of table 'entity' in .* can't be read"):
+            look()
+
+
+@pytest.mark.parametrize(
+    "described", [{"decay": 0.0}, {"added": [[5, 0.0]]}, {"decay": "x"}, {"decay": None}]
+)
+def test_another_decay_in_a_checkpoint_is_noticed(tmp_path, described):
+    with explicit(tmp_path / "s") as optimizer:
+        optimizer.step({"entity": batch_of(0)})
+        optimizer.export_checkpoint(tmp_path / "c")
+    group = zarr.open_group(tmp_path / "c", mode="r+")["entity"]
+    assert set(described) <= set(group.attrs)
+    group.attrs.update(described)
+    with pytest.raises(CheckpointError):
+        dsa.open_checkpoint(tmp_path / "c")
 
 
 def test_a_rate_that_takes_all_is_refused_in_the_step_that_has_it(tmp_path):
