@@ -9,12 +9,12 @@ beside the tables the optimizer is a `dsa.CombinedOptimizer`.
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import torch
 
 from dsa import DiskEmbeddingBag, DiskSparseAdam, init
+from dsa.examples import directory_given
 
 __all__ = ["Prepared", "main"]
 
@@ -93,5 +93,5 @@ def main(
 
 
 if __name__ == "__main__":
-    taken = main(sys.argv[1])
+    taken = main(directory_given())
     print(f"{len(taken)} steps, loss {taken[0]:.4f} -> {taken[-1]:.4f}")

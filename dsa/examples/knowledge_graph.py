@@ -12,12 +12,12 @@ References:
 from __future__ import annotations
 
 import os
-import sys
 
 import torch
 from torch.nn import functional
 
 from dsa import DiskEmbedding, DiskSparseAdam, init
+from dsa.examples import directory_given
 
 __all__ = ["RotatE", "main"]
 
@@ -104,4 +104,4 @@ def mean_reciprocal_rank(model: RotatE, entities: int, relations: int, facts: in
 
 
 if __name__ == "__main__":
-    print(f"mean reciprocal rank: {main(sys.argv[1]):.3f}")
+    print(f"mean reciprocal rank: {main(directory_given()):.3f}")

@@ -11,7 +11,6 @@ Automatic optimization takes one optimizer. With dense layers beside the tables 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from dsa import DiskEmbedding, DiskSparseAdam, init
+from dsa.examples import directory_given
 
 __all__ = ["Matcher", "fit", "main"]
 
@@ -118,5 +118,5 @@ def main(
 
 
 if __name__ == "__main__":
-    taken = main(sys.argv[1])
+    taken = main(directory_given())
     print(f"{len(taken)} steps, loss {taken[0]:.4f} -> {taken[-1]:.4f}" if taken else "nothing left to do")

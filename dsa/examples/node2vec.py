@@ -11,7 +11,6 @@ References:
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from dsa import DiskEmbedding, DiskSparseAdam, init, lookahead
+from dsa.examples import directory_given
 
 __all__ = ["main"]
 
@@ -91,4 +91,4 @@ def share_of_neighbours(node: DiskEmbedding, size: int, block: int = 1024) -> fl
 
 
 if __name__ == "__main__":
-    print(f"nearest node in the same clique: {main(sys.argv[1]):.1%}")
+    print(f"nearest node in the same clique: {main(directory_given()):.1%}")

@@ -35,6 +35,7 @@ import torch
 from dsa import DiskEmbedding, DiskSparseAdam, diff, init
 from dsa.backends import GROWING, Sizes, Source
 from dsa.errors import StateClosedError, StateCorruptError, StateNotFoundError
+from dsa.examples import directory_given
 from dsa.schema import TORN, Records, Rows, Schema, has_stamp
 
 __all__ = ["SqliteBackend", "SqliteLayout", "main", "train"]
@@ -429,4 +430,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         train(sys.argv[1], int(sys.argv[2]))
     else:
-        print("the same" if main(sys.argv[1]) else "different")
+        print("the same" if main(directory_given()) else "different")

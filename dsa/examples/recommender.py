@@ -7,7 +7,6 @@ the same directory to go on from where it stopped.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from dsa import CombinedOptimizer, DiskEmbedding, DiskSparseAdam, init
+from dsa.examples import directory_given
 
 __all__ = ["Recommender", "main"]
 
@@ -110,5 +110,5 @@ def draw_batch(
 
 
 if __name__ == "__main__":
-    taken = main(sys.argv[1])
+    taken = main(directory_given())
     print(f"{len(taken)} steps, loss {taken[0]:.4f} -> {taken[-1]:.4f}" if taken else "nothing left to do")

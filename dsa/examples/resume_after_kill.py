@@ -10,12 +10,12 @@ A model that has dense layers too needs its checkpoint from the same step as its
 from __future__ import annotations
 
 import os
-import sys
 
 import torch
 
 from dsa import DiskEmbedding, DiskSparseAdam, init
 from dsa.errors import StateNotFoundError
+from dsa.examples import directory_given
 
 __all__ = ["main"]
 
@@ -57,4 +57,4 @@ def draw_batch(step: int, words: int, batch: int = 128) -> tuple[torch.Tensor, t
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(directory_given())

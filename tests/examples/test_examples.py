@@ -139,6 +139,17 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path, capsys):
     assert f"step {steps}" in capsys.readouterr().out
 
 
+def test_a_directory_is_made_where_the_command_line_names_none(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["recipe", "here"])
+    assert dsa.examples.directory_given() == "here"
+    monkeypatch.setattr("sys.argv", ["recipe"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = dsa.examples.directory_given()
+    assert Path(made).parent == tmp_path
+    assert os.listdir(made) == []
+    assert capsys.readouterr().out == f"in {made}\n"
+
+
 def test_every_recipe_is_listed_and_can_be_run_from_the_command_line():
     names = [module.name for module in pkgutil.iter_modules(dsa.examples.__path__)]
     assert len(names) >= 6
@@ -146,4 +157,5 @@ def test_every_recipe_is_listed_and_can_be_run_from_the_command_line():
         module = importlib.import_module(f"dsa.examples.{name}")
         assert f"`dsa.examples.{name}`" in dsa.examples.__doc__
         assert callable(module.main)
-        assert '\nif __name__ == "__main__":\n' in Path(module.__file__).read_text("utf-8")
+        code = Path(module.__file__).read_text("utf-8")
+        assert "main(directory_given())" in code.partition('\nif __name__ == "__main__":\n')[2]
