@@ -6,6 +6,7 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from dsa import backends, errors
     from dsa.checkpoint import copy_checkpoint, flatten_checkpoint, open_checkpoint
+    from dsa.checkpoint.keying import convert_ids
     from dsa.checkpoint.transfer import export_directory as export_checkpoint
     from dsa.checkpoint.transfer import export_directory_weights as export_weights
     from dsa.checkpoint.transfer import migrate
@@ -43,6 +44,7 @@ __all__ = [
     "clip_grad_norm_",
     "conventions",
     "convert_",
+    "convert_ids",
     "copy_checkpoint",
     "diff",
     "errors",
@@ -79,6 +81,7 @@ _HOMES = {
     "IdPolicy": ("dsa.state.id_policy", "IdPolicy"),
     "clip_grad_norm_": ("dsa.optimizers.gradients", "clip_grad_norm_"),
     "convert_": ("dsa.modules.conversion", "convert_"),
+    "convert_ids": ("dsa.checkpoint.keying", "convert_ids"),
     "copy_checkpoint": ("dsa.checkpoint", "copy_checkpoint"),
     "diff": ("dsa.inspection.comparison", "diff"),
     "estimate": ("dsa.state.estimation", "estimate"),

@@ -25,7 +25,7 @@ from dsa.checkpoint.export import ExportOptions, export_content
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.errors import StateExistsError, StateMismatchError, StateWarning, notify
 from dsa.rules.updates import label_of
-from dsa.schema import Field, Records, read_numbers, widened
+from dsa.schema import Field, Records, is_keyed, read_numbers, widened
 from dsa.state.content import StateContent, TableContent
 from dsa.state.directories import local_directory
 from dsa.state.holding import LOCK_NAME, HeldDirectory
@@ -46,6 +46,7 @@ __all__ = [
     "export_state",
     "export_weights",
     "import_state",
+    "make_state",
     "migrate",
     "restore",
 ]
@@ -219,7 +220,7 @@ def export_directory_weights(
 
     Args:
         directory: The state directory.
-        url: Where to: a file that ends in ``.safetensors``, or a Zarr group; see
+        url: Where to: a file that ends in ``.safetensors`` or ``.parquet``, or a Zarr group; see
             `dsa.checkpoint.write_weights`.
         backend: The layout of tables whose kind is not one of the package's, see `dsa.backends.Layout`.
         options: Those of `dsa.checkpoint.write_weights`.
@@ -397,6 +398,14 @@ def _matched(state: StateDirectory, content: StateContent, convert: bool) -> dic
 
 def _fitting(table: Table, content: TableContent, convert: bool) -> TableContent:
     schema, wanted = content.schema, table.backend.schema
+    if is_keyed(schema) != is_keyed(wanted):
+        raise StateMismatchError(
+            f"the rows of table {table.name!r} belong to ids in the "
+            f"{'checkpoint' if is_keyed(schema) else 'state'} only: make a state of the other kind with "
+            "dsa.convert_ids"
+        )
+    if is_keyed(wanted) and schema.dim == wanted.dim:
+        return _with_fields(table, content, convert)  # of free rows nobody counts how many there are
     if content.rows < len(table) and schema.dim == wanted.dim:
         raise StateMismatchError(
             f"table {table.name!r} has {content.rows} rows in the checkpoint but {len(table)} here, and a "
@@ -408,6 +417,12 @@ def _fitting(table: Table, content: TableContent, convert: bool) -> TableContent
             f"table {table.name!r} is {content.rows} x {schema.dim} in the checkpoint but {len(table)} x "
             f"{wanted.dim} here: open a state of the checkpoint's shape"
         )
+    return _with_fields(table, content, convert)
+
+
+def _with_fields(table: Table, content: TableContent, convert: bool) -> TableContent:
+    """Return a content of fitting shape, to be stored with the fields of a table."""
+    schema, wanted = content.schema, table.backend.schema
     if content.rule != table.rule or not set(widened(wanted).fields) <= set(widened(schema).fields):
         raise StateMismatchError(
             f"table {table.name!r} has the update rule {label_of(content.rule)} and the fields "

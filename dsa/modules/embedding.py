@@ -13,10 +13,11 @@ from dsa.backends.mapping import Allocate
 from dsa.modules.bags import Mode, reduced, require_mode
 from dsa.modules.disk_module import DiskModule, Source, table_spec_of
 from dsa.modules.graph_break import outside_graphs
-from dsa.modules.pretrained import pretrained_options, pretrained_source
+from dsa.modules.pretrained import pretrained_by_id, pretrained_options, pretrained_source
 from dsa.modules.read_only import ReadOnlyEmbedding, ReadOnlyEmbeddingBag
 from dsa.optimizers.arguments import DEFAULT_BACKEND, DEFAULT_FRACTION, StateDtype, storage_choice
 from dsa.optimizers.lookup import look_up
+from dsa.optimizers.tensors import ArrayLike
 from dsa.rules.init import MatrixLike
 from dsa.state.id_policy import IdPolicy
 from dsa.state.storage import Durability
@@ -136,6 +137,8 @@ class DiskEmbedding(DiskModule):
         cls,
         embeddings: MatrixLike | torch.nn.Embedding,
         freeze: bool = True,
+        *,
+        row_ids: ArrayLike | None = None,
         **options: Any,  # noqa: ANN401 - the constructor's
     ) -> DiskEmbedding:
         """Make a module from weights that exist: an array, memmap, Zarr array, tensor, or a torch module.
@@ -143,10 +146,19 @@ class DiskEmbedding(DiskModule):
         Args:
             embeddings: ``(N, D)`` weights, read block by block. A module brings its options too.
             freeze: Whether the rows get no gradient.
+            row_ids: ``(N,)`` ids: rows belong to these then, as with ``num_embeddings=None``, and ``init=``
+                is the rule for others; None tells rows by their numbers. That of ``padding_idx`` is left out.
             options: The constructor's, `state_dir` among them.
+
+        Raises:
+            ValueError: there are not as many distinct ids as rows; nothing is made.
         """
-        source = pretrained_source(embeddings)
-        module = cls(source.rows, source.dim, init=source, **{**pretrained_options(embeddings), **options})
+        if row_ids is not None:
+            module = pretrained_by_id(cls, embeddings, row_ids, options)
+        else:
+            source = pretrained_source(embeddings)
+            brought = pretrained_options(embeddings)
+            module = cls(source.rows, source.dim, init=source, **{**brought, **options})
         module.weight.requires_grad_(not freeze)
         return module
 
@@ -294,11 +306,17 @@ class DiskEmbeddingBag(DiskModule):
         cls,
         embeddings: MatrixLike | torch.nn.EmbeddingBag,
         freeze: bool = True,
+        *,
+        row_ids: ArrayLike | None = None,
         **options: Any,  # noqa: ANN401 - the constructor's
     ) -> DiskEmbeddingBag:
         """Make a module from weights that exist, as `DiskEmbedding.from_pretrained` does."""
-        source = pretrained_source(embeddings)
-        module = cls(source.rows, source.dim, init=source, **{**pretrained_options(embeddings), **options})
+        if row_ids is not None:
+            module = pretrained_by_id(cls, embeddings, row_ids, options)
+        else:
+            source = pretrained_source(embeddings)
+            brought = pretrained_options(embeddings)
+            module = cls(source.rows, source.dim, init=source, **{**brought, **options})
         module.weight.requires_grad_(not freeze)
         return module
 

@@ -77,6 +77,11 @@ def _require_counterpart(layer: DiskModule, name: str) -> None:
             f"the model itself is the {type(layer).__name__}, and has no place in which to put another: put "
             "it into a torch.nn.Sequential"
         )
+    if layer.weight.table.keys is not None:
+        raise ValueError(
+            f"the rows of {name!r} belong to ids, which no module of torch knows: make a table of rows by "
+            "dsa.convert_ids(..., dense={...}), or export ids and weights by export_weights"
+        )
     if isinstance(layer, DiskEmbeddingBag) and layer.k > 0.0:
         raise ValueError(
             f"{name!r} takes means on the ball of k={layer.k:g}, which no module of torch does: export its "

@@ -93,8 +93,10 @@ def export_weights(  # noqa: D417 - self is not said
     """Write the weights alone, for serving.
 
     Args:
-        url: A file or an URL that ends in ``.safetensors``; anything else becomes a Zarr group with one
-            array ``w`` per table. Rows that were never touched hold their first weights.
+        url: A file or an URL that ends in ``.safetensors`` or ``.parquet``; anything else becomes a Zarr
+            group with one array ``w`` per table. Rows that were never touched hold their first weights. Of
+            tables whose rows belong to ids, those rows and their ids are written; see
+            `dsa.checkpoint.write_weights`.
         overwrite: Replace what is there.
         progress: True for a bar, or a function of the bytes done and their total.
         storage_options: For fsspec.

@@ -37,12 +37,14 @@ class TableContent:
             are a parameter in memory.
         touched_share: Estimates the share of the rows that were ever written, without a pass over them; None
             where a pass is as good.
+        live: How many rows belong to an id; None where that is not known without a pass, or none can.
     """
 
     facts: TableFacts
     blocks: Blocks
     stored: Schema | None = None
     touched_share: Callable[[], float] | None = None
+    live: int | None = None
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ from dsa.state.content import TableContent, recast
 from dsa.state.first_weights import first_content
 from dsa.state.holding import HeldDirectory
 from dsa.state.journal import Journal
-from dsa.state.keys import Keys
+from dsa.state.keys import Keys, require_owners
 from dsa.state.metadata import (
     METADATA_NAME,
     Metadata,
@@ -121,7 +121,14 @@ def create_state(
         raise
 
 
-def make_table(path: Path, content: TableContent, storage: Storage, global_step: int | None = None) -> Table:
+def make_table(
+    path: Path,
+    content: TableContent,
+    storage: Storage,
+    global_step: int | None = None,
+    *,
+    indexed: bool = True,
+) -> Table:
     """Make the file of a table with some content, durably; nothing is left behind when that fails.
 
     Args:
@@ -129,18 +136,26 @@ def make_table(path: Path, content: TableContent, storage: Storage, global_step:
         content: The table.
         storage: How to store it.
         global_step: The step whose stamp the written rows get; None keeps their stamps.
+        indexed: Whether ids are to be found in it, where rows belong to some; else it has no `Table.keys`,
+            and takes rows as they are.
+
+    Raises:
+        CheckpointCorruptError: rows don't say clearly to which ids they belong, or two belong to one.
     """
     file, generation = new_file(path, content.name, storage.layout)
     facts = replace(content.facts, schema=content.stored or content.schema)
     backend = make_backend(file, facts.rows, facts.schema, storage)
     table = Table(facts, backend, generation=generation)
+    keyed = indexed and is_keyed(facts.schema)
     try:
         expect_growth(table)
         for first, records in content.blocks():
+            if keyed:
+                require_owners(table.name, first, records)
             _write_block(table, first, records, global_step)
         drain_backend(backend)
-        if is_keyed(facts.schema):
-            table.keys = Keys.make(file, backend)
+        if keyed:
+            table.keys = Keys.make(file, backend, mend=False)
         # Under every policy: what the description names is whole even if power is lost the moment after.
         backend.flush()
     except BaseException:

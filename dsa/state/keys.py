@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from dsa.backends.base import Sparse, StateBackend
 from dsa.backends.id_map import IdMap, Ids
-from dsa.errors import StateCorruptError
+from dsa.errors import CheckpointCorruptError, StateCorruptError
 from dsa.schema import Records, Rows
 from dsa.state.arrivals import ArrivalChange, Arrivals, arrivals_file
 from dsa.state.numbers import decode_numbers, encode_numbers
 
-__all__ = ["KeyChange", "Keys", "index_files", "remove_index"]
+__all__ = ["KeyChange", "Keys", "index_files", "owned_rows", "remove_index", "require_owners"]
 
 
 @final
@@ -127,7 +127,7 @@ class Keys:
         return cls(file, *maps)
 
     @classmethod
-    def make(cls, file: Path, backend: StateBackend) -> Keys:
+    def make(cls, file: Path, backend: StateBackend, *, mend: bool = True) -> Keys:
         """Make the index of a table anew; one that is not complete is none.
 
         Every row below the last that was ever written, and that no id has, is freed. Of an id that two rows
@@ -136,8 +136,10 @@ class Keys:
         Args:
             file: The table's file.
             backend: Its records.
+            mend: Whether two rows may claim an id; else that is an error.
 
         Raises:
+            CheckpointCorruptError: two rows claim an id, which they may not.
             DiskSpaceError: there is not enough room.
         """
         at_ids, at_freed = index_files(file)
@@ -159,6 +161,11 @@ class Keys:
             if claims == len(ids):
                 made.pop_all()
                 return cls(file, ids, freed)
+            if not mend:
+                raise CheckpointCorruptError(
+                    f"{claims:,} rows of the table in {file.name!r} belong to {len(ids):,} ids, so that some "
+                    "id has two: restore what it is made of from a copy"
+                )
             _release_doubles(backend, ids)
         return cls.make(file, backend)
 
@@ -239,7 +246,7 @@ def _sort_out(backend: StateBackend, freed: IdMap) -> Iterator[tuple[Ids, Rows]]
         touched = np.flatnonzero(stamps != 0)
         if len(touched) == 0:
             continue
-        owned = _is_owned(records)
+        owned = owned_rows(records)
         last = int(rows[touched[-1]]) + 1
         unowned = np.concatenate([np.arange(end, first), rows[(~owned) & (rows < last)]])
         freed.put(np.arange(len(freed), len(freed) + len(unowned)), unowned)
@@ -250,7 +257,7 @@ def _sort_out(backend: StateBackend, freed: IdMap) -> Iterator[tuple[Ids, Rows]]
 def _release_doubles(backend: StateBackend, ids: IdMap) -> None:
     """Delete rows whose id another row has that was written later, or that comes later."""
     for first, records in _written(backend):
-        rows = first + np.flatnonzero(_is_owned(records))
+        rows = first + np.flatnonzero(owned_rows(records))
         claimed = np.ascontiguousarray(records["id"][rows - first])
         for at in np.flatnonzero(ids.find(claimed) != rows):
             row, (other,) = int(rows[at]), ids.find(claimed[at : at + 1])
@@ -272,6 +279,28 @@ def _written(backend: StateBackend) -> Iterator[tuple[int, Records]]:
         yield from backend.scan(start, stop)
 
 
-def _is_owned(records: Records) -> NDArray[np.bool_]:
-    """Tell which rows belong to an id; one whose record is torn does not."""
+def owned_rows(records: Records) -> NDArray[np.bool_]:
+    """Tell which rows belong to an id, ``(B,)`` bool; one whose record is torn does not."""
     return np.asarray((records["live"] == 1) & (records["s"] > 0))
+
+
+def require_owners(table: str, first: int, records: Records) -> None:
+    """Check that rows that come from elsewhere say clearly whether they belong to an id.
+
+    Args:
+        table: The table's name.
+        first: The first row.
+        records: ``(B,)`` records with `live` and `s`.
+
+    Raises:
+        CheckpointCorruptError: one does not.
+    """
+    live = records["live"]
+    unclear = np.flatnonzero((live < 0) | (live > 1) | ((live == 1) & (records["s"] <= 0)))
+    if len(unclear):
+        at = int(unclear[0])
+        raise CheckpointCorruptError(
+            f"row {first + at} of table {table!r} has live={int(live[at])} and the stamp "
+            f"{int(records['s'][at])}, so that nobody can tell whether it belongs to an id: restore what it "
+            "is made of from a copy"
+        )

@@ -417,10 +417,9 @@ def make_anew(path: Path, tables: Sequence[Table], storage: Storage) -> None:
     """Copy each table to a file of its own, whose blocks the device has not refused."""
     for table in tables:
         old = table.backend
-        made = make_table(path, content_of(table), storage)
-        if made.keys is not None:
-            made.keys.close(None)
-            made.keys = None  # rows may change until the state is recovered
+        made = make_table(
+            path, content_of(table), storage, indexed=False
+        )  # rows may change until it is recovered
         table.take_over(made)
         with contextlib.suppress(OSError):
             old.close()

@@ -201,6 +201,7 @@ class Snapshot:
             lambda: self._blocks(table),
             table.facts.schema if held else None,
             lambda: _touched_share(table),
+            None if table.keys is None else len(table.keys),
         )
 
     def _blocks(self, table: Table) -> Iterator[tuple[int, Records]]:

@@ -178,3 +178,39 @@ def test_gradients_of_batches_before_and_after_the_table_has_grown_add_up(tmp_pa
     optimizer.step()
     assert module.num_embeddings == 5_000
     module.close()
+
+
+def test_pretrained_rows_get_ids(tmp_path):
+    torch.manual_seed(0)
+    for plain, kind in (
+        (torch.nn.Embedding, dsa.DiskEmbedding),
+        (torch.nn.EmbeddingBag, dsa.DiskEmbeddingBag),
+    ):
+        known = plain(6, DIM, padding_idx=2)
+        options = {"state_dir": tmp_path / kind.__name__, "init": init.Zeros(None, DIM), "row_ids": IDS}
+        module = kind.from_pretrained(known, **options)
+        assert (module.padding_idx, module.weight.requires_grad) == (2**63 - 1, False)
+        assert sorted(module.ids().tolist()) == sorted(set(IDS.tolist()) - {2**63 - 1})
+        assert torch.equal(module(IDS[None]), known(torch.arange(6)[None]))
+        module.close()
+        again = kind.from_pretrained(known, **options, resume=True)
+        assert torch.equal(again(IDS[None]), known(torch.arange(6)[None]))
+        again.close()
+
+
+def test_pretrained_rows_that_ids_do_not_fit(tmp_path):
+    weights = np.ones((3, DIM), np.float32)
+    for row_ids in ([1, 2], [1, 2, 2]):
+        with pytest.raises(ValueError, match=r"row_ids names 2 distinct ids for 3 rows"):
+            dsa.DiskEmbedding.from_pretrained(weights, row_ids=row_ids, state_dir=tmp_path / "s")
+    policy = IdPolicy(max_rows=2)
+    with pytest.raises(ValueError, match="max_rows=2 has no room for 3 rows"):
+        dsa.DiskEmbedding.from_pretrained(weights, row_ids=[1, 2, 3], ids=policy, state_dir=tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def test_layers_of_ids_do_not_go_into_memory(tmp_path):
+    model = torch.nn.Sequential(layer(tmp_path))
+    with pytest.raises(ValueError, match=r"the rows of '0' belong to ids, .*convert_ids"):
+        dsa.materialize_(model)
+    model[0].close()

@@ -24,7 +24,7 @@ Nobody may have the directory open: a program that trains exports itself, with e
 checkpoint appears as a whole at the end, and is verified by every import. What it replaces stays until
 then.
 
-JSON: url, kind, global_step, content_root, tables, stored_bytes; of a safetensors file url and kind."""
+JSON: url, kind, global_step, content_root, tables, stored_bytes; of a file of weights url and kind."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         action="store_true",
-        help="the weights alone: as Zarr, or as one file if URL ends in .safetensors",
+        help="the weights alone: as Zarr, or as files if URL ends in .safetensors or {table}.parquet",
     )
     add_compression(parser)
     add_overwrite(parser)

@@ -30,15 +30,16 @@ def print_checkpoint(url: str, as_json: bool, storage_options: Mapping[str, Any]
     """Print what was written.
 
     Args:
-        url: A checkpoint, or a safetensors file.
+        url: A checkpoint, or a safetensors or Parquet file.
         as_json: Whether as JSON.
         storage_options: For fsspec.
     """
     from dsa.checkpoint import open_checkpoint
     from dsa.inspection.text import size
 
-    if url.endswith(".safetensors"):
-        print_json({"url": url, "kind": "safetensors"}) if as_json else print(f"{url}: weights")
+    kind = url.rpartition(".")[2]
+    if kind in ("safetensors", "parquet"):
+        print_json({"url": url, "kind": kind}) if as_json else print(f"{url}: weights")
         return
     made = open_checkpoint(url, storage_options=storage_options)
     facts = _facts(made)
