@@ -62,17 +62,18 @@ def look_up(
         CorruptRowError: a stored row is implausible.
     """
     table, state = weight.table, weight.state
+    tracked = torch.is_grad_enabled() and weight.requires_grad
     if table.keys is None:
         unique, inverse = distinct_rows(ids, len(table), table.name)
         owners = unique
-    with state.use(), thread_limit(torch.get_num_threads()):
-        state.settle()
+    with state.exclusive, thread_limit(torch.get_num_threads()):
+        state.make_ready()
         if table.keys is None:
             weight.follow()
             values = read_weights(table, unique)
         else:
-            learning = training and torch.is_grad_enabled() and weight.requires_grad
             wanted = as_ids(flat_ids(ids, table.name), table.name)
+            learning = training and tracked
             unique, owners, inverse, values = read_ids(
                 state, table, weight.policy, wanted, padding_idx, learning
             )
@@ -82,15 +83,17 @@ def look_up(
             changed = changed[unique[changed] >= 0]
             if training and torch.is_grad_enabled() and len(changed):
                 write_weights(state, table, unique[changed], values[changed])
-    found = handed_out(values, unique, inverse.reshape(ids.shape), padding_idx, weight.device, weight.dtype)
-    if torch.is_grad_enabled() and weight.requires_grad:
+    shape = ids.shape
+    with torch._C.DisableTorchFunctionSubclass():  # the parameter would be asked for what is known
+        found = handed_out(values, unique, inverse.reshape(shape), padding_idx, weight.device, weight.dtype)
+        if not tracked:
+            return found
         trained = None
         if found.padding is not None or (len(unique) and unique[0] < 0):
             trained = np.flatnonzero((np.arange(len(unique)) != found.padding) & (unique >= 0))
             owners = owners[trained]
         gathered = _Gather.apply(weight, found.values, owners, trained)  # type: ignore[no-untyped-call]
         return found._replace(values=gathered)
-    return found
 
 
 def distinct_rows(ids: torch.Tensor, rows: int, name: str) -> tuple[Rows, Rows]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, final
 
 import torch
@@ -220,7 +220,8 @@ def _options_of(
     return options
 
 
-def _told(convention: Convention, fixed: AdamOptions, rule: AdamRule) -> dict[str, Any]:
+@lru_cache(maxsize=64)
+def _told(convention: Convention, fixed: AdamOptions, rule: AdamRule) -> Mapping[str, Any]:
     """Return the options that all groups share, and have for whoever builds the optimizer again from one.
 
     Points of a dialect that no argument of the constructor has are among them where they are not the

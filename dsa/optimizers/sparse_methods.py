@@ -95,9 +95,9 @@ def step(self: SparseOptimizer, closure: Callable[[], float] | None = None) -> f
         GradientError: a gradient is not finite; nothing has changed.
         CorruptRowError: a stored row is implausible; nothing has changed.
     """
-    self._sparse.state.require_open()
     loss = None
     if closure is not None:
+        self._sparse.state.require_open()  # before it takes its time
         with torch.enable_grad():
             loss = closure()
     with torch.no_grad():

@@ -106,13 +106,17 @@ class SparseTables:
             StateError: another optimizer was built over the tables after this one.
             GradientError, CorruptRowError, DiskSpaceError: see `Stepping.take`.
         """
-        grads = self._gradients(groups)
-        if grads:
-            self._require_latest()
-            with self._ready() as state:
-                require_belonging(state, list(self._tables.values()), self._registry.positional)
-                self._stepping.take(state, self._as_taken([self._batch(*each) for each in grads]))
-        self._warn_if_replaced()
+        # Parameters and gradients of classes that answer torch's questions themselves are not asked again.
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = self._gradients(groups)
+            if not grads:
+                self.state.require_open()
+            else:
+                self._require_latest()
+                with self._ready() as state:
+                    require_belonging(state, list(self._tables.values()), self._registry.positional)
+                    self._stepping.take(state, self._as_taken([self._batch(*each) for each in grads]))
+            self._warn_if_replaced()
 
     def announce(self, indices: object, name: str | None) -> None:
         """Announce rows that a coming batch will need; see `dsa.optimizers.prefetch`."""
@@ -185,15 +189,16 @@ class SparseTables:
         for group in groups:
             options = self.options_of(group)
             for parameter in group["params"]:
-                if parameter.grad is None:
+                grad = parameter.grad
+                if grad is None:
                     continue
-                if not parameter.grad.is_sparse:
+                if not grad.is_sparse:
                     table = self._tables[parameter]
                     raise RuntimeError(
                         f"the parameter {table.name!r} of shape {tuple(parameter.shape)} got a dense "
                         f"gradient, and this optimizer only takes sparse ones: {_DENSE_ADVICE}"
                     )
-                grads.append((parameter, parameter.grad, options))
+                grads.append((parameter, grad, options))
         return grads
 
     def _batch(self, parameter: torch.Tensor, grad: torch.Tensor, options: object) -> Batch:

@@ -68,8 +68,8 @@ class Stepping:
     @contextlib.contextmanager
     def ready(self, state: StateDirectory, threads: int) -> Iterator[StateDirectory]:
         """Hold an open state with nothing pending, allowing so many threads; other callers wait."""
-        with state.use(), thread_limit(threads):
-            state.settle()
+        with state.exclusive, thread_limit(threads):
+            state.make_ready()
             yield state
 
     def take(self, state: StateDirectory, batches: Sequence[Batch]) -> None:

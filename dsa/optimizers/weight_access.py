@@ -176,7 +176,7 @@ def require_bags(ids: torch.Tensor, offsets: torch.Tensor | None, include_last_o
     bags = len(starts) - include_last_offset
     if bags < 0:
         raise ValueError("offsets=[] lacks the last offset of include_last_offset: pass at least [0]")
-    if (np.diff(starts) < 0).any() or (not bags and starts.any()):
+    if (starts[1:] < starts[:-1]).any() or (not bags and starts.any()):
         raise ValueError(
             f"the offsets {_some(starts)} are no starts of bags of {len(ids)} ids: pass 0 first, then "
             f"numbers that don't fall, up to {len(ids)}"

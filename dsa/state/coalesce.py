@@ -90,6 +90,8 @@ def as_gradient(grad: NDArray[Any], rows: Rows, dim: int, table: str) -> Floats:
             f"the gradient for table {table!r} has shape {grad.shape} but {len(rows)} indices of a table "
             f"with {dim} elements a row need {(len(rows), dim)}: pass one gradient row for each index"
         )
+    if grad.dtype == np.float32:
+        return np.ascontiguousarray(grad)
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(grad, dtype=np.float32)
 

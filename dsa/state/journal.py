@@ -230,7 +230,7 @@ class Journal:
             images = view(self._mapping, base + images_at, np.int32, rows * words).reshape(rows, words)
             placed.append(Part(table, noted, images))
         self._draft = _Draft(start, layout.length, sequence, note, placed, in_place=True)
-        encode_open_entry(self._mapping, base, sequence, note, sizes)
+        encode_open_entry(self._mapping, base, sequence, note, sizes, layout)
         return placed
 
     def undone(self) -> None:

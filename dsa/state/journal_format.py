@@ -194,12 +194,19 @@ def layout_of(note_bytes: int, parts: Sequence[tuple[int, int]]) -> Layout:
 def encode_entry(memory: mmap.mmap, base: int, sequence: int, note: bytes, parts: Sequence[Part]) -> None:
     """Complete an entry whose rows and records are in place; its commit record is written last."""
     sizes = [(part.table, len(part.rows), part.records.dtype.itemsize) for part in parts]
-    end = base + _write_head(memory, base, sequence, note, sizes, _AFTER_IMAGES) - _ALIGN
+    layout = layout_of(len(note), [(rows, size) for _, rows, size in sizes])
+    _write_head(memory, base, sequence, note, sizes, layout, _AFTER_IMAGES)
+    end = base + layout.length - _ALIGN
     memory[end : end + _COMMIT.size] = _commit_record(sequence, parts)
 
 
 def encode_open_entry(
-    memory: mmap.mmap, base: int, sequence: int, note: bytes, sizes: Sequence[tuple[int, int, int]]
+    memory: mmap.mmap,
+    base: int,
+    sequence: int,
+    note: bytes,
+    sizes: Sequence[tuple[int, int, int]],
+    layout: Layout,
 ) -> None:
     """Begin an entry of before-images, none of which is noted; see `decode_open_entry`.
 
@@ -209,8 +216,9 @@ def encode_open_entry(
         sequence: Its number.
         note: Its note.
         sizes: Per part the table's position, the rows, and the bytes of an image.
+        layout: Where its pieces lie.
     """
-    _write_head(memory, base, sequence, note, sizes, _BEFORE_IMAGES)
+    _write_head(memory, base, sequence, note, sizes, layout, _BEFORE_IMAGES)
 
 
 def _write_head(
@@ -219,14 +227,13 @@ def _write_head(
     sequence: int,
     note: bytes,
     sizes: Sequence[tuple[int, int, int]],
+    layout: Layout,
     kind: int,
-) -> int:
-    layout = layout_of(len(note), [(rows, size) for _, rows, size in sizes])
+) -> None:
     head = b"".join(_PART.pack(table, size, rows) for table, rows, size in sizes)
     begin = (_BEGIN_MAGIC, sequence, layout.length, len(note), len(sizes), kind)
     checksum = zlib.crc32(_BEGIN.pack(*begin, 0) + head + note)
     memory[base : base + layout.note + len(note)] = _BEGIN.pack(*begin, checksum) + head + note
-    return layout.length
 
 
 def entry_length(head: bytes, sequence: int) -> int:

@@ -291,6 +291,15 @@ class StateDirectory:
             self.require_open()
             yield
 
+    def make_ready(self) -> None:
+        """Have an open state with nothing pending, for a thread that holds it: `use` and `settle` in one.
+
+        Raises:
+            StateError: it can't be used, see `require_open`.
+        """
+        self.require_open()
+        self._transactions.settle()
+
     def note_export(self, root: str, step: int) -> None:
         """Remember a checkpoint, so that later ones may hold only what has changed since."""
         self._metadata.exports = {**self._metadata.exports, root: step}

@@ -320,10 +320,9 @@ def _encode(memory, base, sequence, note, parts, *, _encode_entry=dsa.state.jour
     passing("entry ends")
 
 
-def _encode_open(memory, base, sequence, note, sizes, *, _encode=dsa.state.journal.encode_open_entry):
-    layout = layout_of(len(note), [(rows, size) for _, rows, size in sizes])
+def _encode_open(memory, base, sequence, note, sizes, layout, *, _encode=dsa.state.journal.encode_open_entry):
     scratch = bytearray(base + layout.length)
-    _encode(scratch, base, sequence, note, sizes)
+    _encode(scratch, base, sequence, note, sizes, layout)
     passing("open entry begins")
     _copy(scratch, memory, base, base + layout.note)
     passing("open entry header")
