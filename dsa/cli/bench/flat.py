@@ -23,7 +23,7 @@ from dsa.state.storage import Durability
 
 __all__ = ["first_step", "gpu_groups", "small_groups", "warm_groups"]
 
-_RACES: Final = 5
+_RACES: Final = 6
 
 
 def first_step(directory: Path, rows: Rows, *, k: float) -> float:
@@ -66,6 +66,7 @@ def warm_groups(settings: Settings, directory: Path, kept: Sequence[Entry], seco
         makers: list[Callable[[], Contender]] = [
             lambda: _with_durability("none", directory, rows, dim),
             lambda: _with_durability("power", directory, rows, dim, resume=True),
+            lambda: _in_zarr(directory, rows, dim),
             lambda: Touch(directory, rows, dim),
         ]
         for make in makers:
@@ -136,3 +137,8 @@ def _with_durability(
     key, what = f"dsa_{durability}", f"dsa, durability={durability!r}"
     table = Zeros(rows, dim)
     return Ours(directory / "plain", table, key=key, what=what, durability=durability, resume=resume)
+
+
+def _in_zarr(directory: Path, rows: int, dim: int) -> Ours:
+    what = "dsa, backend='zarr'"
+    return Ours(directory / "zarr", Zeros(rows, dim), key="dsa_zarr", what=what, backend="zarr")

@@ -8,9 +8,11 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from dsa.backends.base import Layout
 from dsa.cli.bench.batches import Batch
 from dsa.cli.bench.files import drop_pages, total_size
 from dsa.cli.bench.options import BETA1, BETA2, EPS, LR
+from dsa.optimizers.arguments import DEFAULT_BACKEND
 from dsa.optimizers.sparse_riemannian_adam import DiskSparseRiemannianAdam
 from dsa.rules.conventions import SecondMoment, VTransport
 from dsa.rules.init import Initializer
@@ -32,6 +34,7 @@ class Ours:
         key: A short name.
         what: The same for people.
         durability: See `DiskSparseRiemannianAdam`.
+        backend: The same.
         resume: Open a state made earlier.
     """
 
@@ -46,12 +49,13 @@ class Ours:
         key: str = "dsa",
         what: str = "dsa",
         durability: Durability = "process",
+        backend: str | Layout = DEFAULT_BACKEND,
         resume: bool | None = None,
     ) -> None:
         self.key, self.what = key, what
         self._directory, self._source, self._k = directory, table, k
         self._second_moment, self._v_transport = second_moment, v_transport
-        self._durability = durability
+        self._durability, self._backend = durability, backend
         self._optimizer = self._open(resume)
 
     def prepare(self, batch: Batch) -> None:
@@ -88,7 +92,7 @@ class Ours:
         self._optimizer.close()
 
     def _files(self) -> list[Path]:
-        return [path for path in self._directory.iterdir() if path.is_file()]
+        return [path for path in self._directory.rglob("*") if path.is_file()]
 
     def _open(self, resume: bool | None) -> DiskSparseRiemannianAdam:
         return DiskSparseRiemannianAdam(
@@ -103,4 +107,5 @@ class Ours:
             second_moment=self._second_moment,
             v_transport=self._v_transport,
             durability=self._durability,
+            backend=self._backend,
         )

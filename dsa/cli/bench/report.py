@@ -12,7 +12,7 @@ from dsa.inspection.text import aligned
 __all__ = ["render"]
 
 # Groups in which dsa is meant not to trap, and how often a row it may all the same.
-_STEADY: Final = ("warm", "small", "gpu", "hyperbolic")
+_STEADY: Final = ("warm", "loop", "small", "gpu", "hyperbolic")
 _FEW_TRAPS: Final = 0.05
 
 

@@ -83,7 +83,7 @@ class Group:
     """Contenders that took the same batches.
 
     Args:
-        kind: ``"warm"``, ``"small"``, ``"gpu"``, ``"hyperbolic"``, ``"cold"`` or ``"limited"``.
+        kind: ``"warm"``, ``"loop"``, ``"small"``, ``"gpu"``, ``"hyperbolic"``, ``"cold"`` or ``"limited"``.
         title: The heading.
         rows: N.
         dim: D.

@@ -18,6 +18,7 @@ from dsa.cli.bench.device import DeviceSpeed, measure_device
 from dsa.cli.bench.entry import enter
 from dsa.cli.bench.flat import first_step, gpu_groups, small_groups, warm_groups
 from dsa.cli.bench.limited import limited_group
+from dsa.cli.bench.loop import loop_groups
 from dsa.cli.bench.machine import describe_machine
 from dsa.cli.bench.ours import Ours
 from dsa.cli.bench.results import Results
@@ -29,10 +30,11 @@ from dsa.rules.init import Zeros
 __all__ = ["measure"]
 
 # Shares of the time.
-_WARM: Final = 0.35
+_WARM: Final = 0.3
+_LOOP: Final = 0.12
 _SMALL: Final = 0.1
 _GPU: Final = 0.1
-_BALL: Final = 0.2
+_BALL: Final = 0.15
 _DEVICE: Final = 0.08
 _COLD: Final = 0.2
 
@@ -59,6 +61,10 @@ def measure(settings: Settings, directory: Path, say: Say) -> Results:
     if {"warm", "cold"} & set(settings.kinds):
         with _folder(directory) as folder:
             _large_table(settings, folder, results, say)
+    if "loop" in settings.kinds:
+        say("whole training steps")
+        with _folder(directory) as folder:
+            results.groups += loop_groups(settings, folder, _LOOP * settings.seconds)
     if "small" in settings.kinds:
         say("small rows")
         with _folder(directory) as folder:

@@ -13,7 +13,7 @@ from dsa.state.estimation import estimate
 
 __all__ = ["FULL", "KINDS", "QUICK", "Settings", "check_room"]
 
-KINDS: Final = ("warm", "small", "gpu", "hyperbolic", "cold")
+KINDS: Final = ("warm", "loop", "small", "gpu", "hyperbolic", "cold")
 """The groups that can be chosen; `memory_limit` adds one to the cold group."""
 
 _MIB: Final = 1 << 20
@@ -85,7 +85,7 @@ class Settings:
 
     def disk_bytes(self) -> int:
         """Return the most that lies on disk at a time."""
-        flat = 2 * (estimate(self.rows, self.dim).file + _JOURNAL_BYTES)
+        flat = 3 * (estimate(self.rows, self.dim).file + _JOURNAL_BYTES)
         flat += naive_bytes(self.rows, self.dim) + touch_bytes(self.rows, self.dim)
         ball = sum(
             estimate(self.hyperbolic_rows, self.dim, second_moment=moment).file + _JOURNAL_BYTES

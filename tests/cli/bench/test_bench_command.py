@@ -64,6 +64,8 @@ def test_every_group_is_there(report):
         ("warm", 200),
         ("cold", 16),
         ("cold", 200),
+        ("loop", 16),
+        ("loop", 200),
         ("small", 16),
         ("small", 200),
         ("hyperbolic", 512),
@@ -73,7 +75,8 @@ def test_every_group_is_there(report):
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
-        ("warm", {"sparse_adam", "naive", "dsa", "dsa_none", "dsa_power", "touch"}),
+        ("warm", {"sparse_adam", "naive", "dsa", "dsa_none", "dsa_power", "dsa_zarr", "touch"}),
+        ("loop", {"sparse_adam", "dsa", "dsa_none", "dsa_state"}),
         (
             "cold",
             {"naive_cold", "dsa_cold", "dsa_sustained", "dsa_opened", "dsa_written_back", "dsa_again"},

@@ -7,6 +7,7 @@ import torch
 from dsa.cli.bench.ball_contenders import Geoopt, KernelAlone, load_geoopt, start_in_ball
 from dsa.cli.bench.baselines import Naive, SparseAdam, Touch, naive_bytes, touch_bytes
 from dsa.cli.bench.batches import Batch, UniformBatches, batch_of
+from dsa.cli.bench.loop import all_in_memory, all_on_disk, state_on_disk
 from dsa.cli.bench.ours import Ours
 from dsa.rules.init import Zeros
 
@@ -53,6 +54,37 @@ def test_the_durability_changes_no_result(tmp_path, durability):
     np.testing.assert_array_equal(run(ours, batches), run(plain, batches))
     ours.close()
     plain.close()
+
+
+def test_the_backend_changes_no_result(tmp_path):
+    ours = Ours(tmp_path / "zarr", Zeros(ROWS, DIM), backend="zarr")
+    plain = Ours(tmp_path / "plain", Zeros(ROWS, DIM))
+    batches = uniform(40, 3)
+    np.testing.assert_array_equal(run(ours, batches), run(plain, batches))
+    assert ours.file_bytes() > ROWS * DIM * 12
+    ours.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("which", ["state", "process", "none"])
+def test_the_loops_train_alike(tmp_path, which):
+    torchs = all_in_memory(ROWS, DIM)
+    ours = state_on_disk(tmp_path, ROWS, DIM) if which == "state" else all_on_disk(tmp_path, ROWS, DIM, which)
+    for seed in range(6):  # every row in every batch, see above
+        batch = batch_of(np.random.default_rng(seed).permutation(ROWS), DIM, seed)
+        for loop in (torchs, ours):
+            loop.prepare(batch)
+            loop.step()
+    ids = torch.arange(ROWS)
+    with torch.no_grad():
+        found, expected = (loop.module(ids, ids) for loop in (ours, torchs))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=5e-5)
+    assert expected.abs().max() > 3e-3
+    ours.flush()
+    assert ours.file_bytes() > ROWS * DIM * 8
+    assert torchs.file_bytes() == 0
+    ours.close()
+    torchs.close()
 
 
 @pytest.mark.parametrize(
