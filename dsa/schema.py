@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from dataclasses import field as member
 from functools import lru_cache
 from typing import Any, Final, Literal, final
 
@@ -123,6 +124,7 @@ class Schema:
 
     dim: int
     fields: tuple[Field, ...]
+    _dtype: np.dtype[np.void] = member(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dim", operator.index(self.dim))  # numpy's integers are not JSON
@@ -137,6 +139,7 @@ class Schema:
             raise ValueError(
                 f"a record of {size:,} bytes is too large: {_LARGEST:,} is the most, use a smaller dim"
             )
+        object.__setattr__(self, "_dtype", _dtype_of(self))  # asked for in each step
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,7 +149,7 @@ class Schema:
     @property
     def dtype(self) -> np.dtype[np.void]:
         """The structured dtype of one record, with the paddings that alignment asks for."""
-        return _dtype_of(self)
+        return self._dtype
 
     def offset(self, name: str) -> int:
         """Return the byte offset of a field inside a record."""

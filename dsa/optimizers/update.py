@@ -53,7 +53,7 @@ def update_in_place(
     visit = Visit(
         table=images.words,  # another one in each stretch
         weights=np.empty((0, dim), np.float32) if weights is None else weights,
-        layout=table.layout,
+        layout=record_layout(table.backend.schema.dtype, tuple(table.rule.non_negative)),
         places=rows,  # likewise
         rows=rows,
         positions=np.arange(count),

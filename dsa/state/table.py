@@ -16,7 +16,7 @@ from dsa.backends.writer import WriteBehind
 from dsa.errors import CorruptRowError
 from dsa.kernels.decay import catch_up, rounded
 from dsa.kernels.judging import FRESH, UNUSABLE, USABLE, copy_weights
-from dsa.kernels.layout import PackedLayout, WordLayout, Words, record_layout
+from dsa.kernels.layout import Words, record_layout
 from dsa.kernels.plausible import describe_fault, first_implausible
 from dsa.kernels.threads import run_slices
 from dsa.rules.init import Initializer
@@ -113,7 +113,6 @@ class Table:
     stepper: weakref.ref[object] | None = None
     keys: Keys | None = None
     mapped: InPlace | None = field(init=False)
-    _layout: WordLayout | PackedLayout | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.mapped = _mapped(self.backend)
@@ -140,13 +139,6 @@ class Table:
     def k(self) -> float:
         """Curvature magnitude; the space has curvature -k."""
         return self.facts.k
-
-    @property
-    def layout(self) -> WordLayout | PackedLayout:
-        """Where the fields are in its records."""
-        if self._layout is None:
-            self._layout = record_layout(self.backend.schema.dtype, tuple(self.rule.non_negative))
-        return self._layout
 
     @property
     def seed(self) -> int:
@@ -182,7 +174,6 @@ class Table:
         """Become another table of this name, but for the weights in memory; counts of use are added up."""
         self.facts, self.backend, self.keys = other.facts, other.backend, other.keys
         self.writer, self.generation, self.mapped = other.writer, other.generation, other.mapped
-        self._layout = None
         self.rows_written += other.rows_written
 
     def wrap(self, backend: StateBackend, writer: WriteBehind | None = None) -> None:
@@ -192,7 +183,7 @@ class Table:
             backend: The wrapper.
             writer: The same, when it is a write queue.
         """
-        self.backend, self.writer, self.mapped, self._layout = backend, writer, _mapped(backend), None
+        self.backend, self.writer, self.mapped = backend, writer, _mapped(backend)
 
     def close(self, token: str | None = None) -> None:
         """Flush and close the files of the table, each of them whatever befalls the others.
@@ -306,7 +297,7 @@ def read_weights(table: Table, rows: Rows) -> Weights:
 
 def _copy_weights(table: Table, mapped: InPlace, rows: Rows, weights: Weights, since: Weights) -> None:
     """Fill in the weights of `rows`, and what they store of decay, straight from where their records are."""
-    layout = table.layout
+    layout = record_layout(table.backend.schema.dtype, tuple(table.rule.non_negative))
     fresh, unwritten = np.empty(len(rows), np.int64), unwritten_rows(table)
     table.rows_read += len(rows)
 
