@@ -207,7 +207,7 @@ def test_imports_that_do_not_fit(tmp_path):
         optimizer.step(batches(1)[0])
         optimizer.export_checkpoint(tmp_path / "ckpt")
     cases = [
-        ({"rows": {"entity": 2_999, "relation": 50}}, "3000 x 8 in the checkpoint but 2999 x 8 here"),
+        ({"rows": {"entity": 3_001, "relation": 50}}, "has 3000 rows in the checkpoint but 3001 here"),
         ({"second_moment": "row"}, "fields would be misread"),
     ]
     for number, (options, message) in enumerate(cases):
