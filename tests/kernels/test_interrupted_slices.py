@@ -1,11 +1,13 @@
 """Whatever is raised in the thread that asked for slices, none of them runs when it goes on."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -18,20 +20,26 @@ PATIENCE = 0.03  # seconds that a caller gets to go on too early
 
 
 class Slices:
-    """Slices but the first wait at a gate; it is opened once the caller went on, or had the time to."""
+    """Slices but the first wait at a gate; it is opened once the caller went on, or had the time to.
+
+    The first one ends when the others have begun, so that the caller takes none of them over.
+    """
 
     def __init__(self, number, first=lambda: None):
         self.number = number
         self.first = first
         self.gate, self.gone_on = threading.Event(), threading.Event()
-        self.started = threading.Semaphore(0)
+        self.started, self.begun = threading.Semaphore(0), threading.Semaphore(0)
         self.running, self.ran, self.late = set(), [], []
 
     def __call__(self, start, stop):
         if start == 0:
+            for _ in range(self.number - 1):
+                self.begun.acquire()
             return self.first()
         self.running.add(start)
         self.started.release()
+        self.begun.release()
         self.gate.wait()
         if self.gone_on.is_set():
             self.late.append(start)
@@ -62,7 +70,7 @@ class Slices:
             assert run_slices(lambda start, stop: stop - start, ROWS) == [ROWS // self.number] * self.number
         assert not left
         assert not self.late
-        assert len(self.ran) in (0, self.number - 1)
+        assert len(self.ran) <= self.number - 1
         return raised
 
 
@@ -206,6 +214,71 @@ def test_the_first_error_in_the_order_of_slices_is_raised():
         with pytest.raises(ValueError, match=r"^1024$"):
             run_slices(fail_later, ROWS)
         assert run_slices(lambda start, stop: start, ROWS) == [0, 1024, 2048, 3072]
+
+
+@contextlib.contextmanager
+def busy_crew(number):
+    """Threads that are busy with the slices of another caller."""
+    begun, gate = threading.Semaphore(0), threading.Event()
+
+    def wait(start, stop):
+        begun.release()
+        gate.wait()
+
+    def call():
+        with thread_limit(number):
+            run_slices(wait, ROWS)
+
+    caller = beside(call)
+    for _ in range(number):
+        begun.acquire()
+    try:
+        yield
+    finally:
+        gate.set()
+        caller.join()
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_slices_that_no_thread_begins_are_the_callers(number):
+    def work(start, stop):
+        threads.add(threading.get_ident())
+        return start, stop
+
+    threads = set()
+    gone = weakref.ref(work)
+    with busy_crew(number):
+        for _ in range(3):
+            with thread_limit(number):
+                made = run_slices(work, ROWS)
+            assert made == [(ROWS * i // number, ROWS * (i + 1) // number) for i in range(number)]
+        assert threads == {threading.get_ident()}
+        del work
+        assert gone() is None  # jobs that wait for a thread keep nothing alive
+    with thread_limit(number):  # the threads pass over them
+        assert run_slices(lambda start, stop: stop - start, ROWS) == [ROWS // number] * number
+
+
+def test_the_first_error_of_slices_that_the_caller_took_over_is_raised():
+    def fail_later(start, stop):
+        if start:
+            raise ValueError(str(start))
+
+    with busy_crew(4), thread_limit(4), pytest.raises(ValueError, match=r"^1024$"):
+        run_slices(fail_later, ROWS)
+
+
+def test_a_signal_in_a_slice_that_the_caller_took_over():
+    begun = []
+
+    def work(start, stop):
+        begun.append(start)
+        if start:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with busy_crew(4), thread_limit(4), pytest.raises(KeyboardInterrupt):
+        run_slices(work, ROWS)
+    assert begun == [0, 3072]  # nothing is begun after it
 
 
 def test_slices_of_many_callers_at_many_speeds():
