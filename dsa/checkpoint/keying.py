@@ -19,6 +19,7 @@ from dsa.checkpoint.transfer import make_state
 from dsa.errors import RowIndexError, StateMismatchError
 from dsa.rules.init import Initializer
 from dsa.schema import Records, Schema, is_keyed, keyed
+from dsa.state.coalesce import as_ids
 from dsa.state.content import StateContent, TableContent, recast
 from dsa.state.directories import local_directory
 from dsa.state.metadata import METADATA_NAME
@@ -116,7 +117,7 @@ def _keyed(table: TableContent, given: ArrayLike | None, rule: Initializer | Non
             f"the rows of table {table.name!r} belong to ids already, or their weights are a module's "
             "parameter: name tables of rows on disk"
         )
-    ids = None if given is None else _as_ids(table, given)
+    ids = None if given is None else _distinct(table, given)
     if ids is not None and len(ids) != table.rows:
         raise ValueError(
             f"{len(ids)} ids are not those of the {table.rows} rows of table {table.name!r}: pass one for "
@@ -147,7 +148,7 @@ def _dense(table: TableContent, given: ArrayLike, scratch: Path, stack: ExitStac
         raise StateMismatchError(
             f"the rows of table {table.name!r} belong to no ids: name tables whose rows do"
         )
-    ids = _as_ids(table, given)
+    ids = _distinct(table, given)
     records = stack.enter_context(RecordsById(table, scratch))
     schema = Schema(table.schema.dim, table.schema.fields[2:])
     block = max(1, _BLOCK_BYTES // table.schema.dtype.itemsize)
@@ -167,19 +168,16 @@ def _dense(table: TableContent, given: ArrayLike, scratch: Path, stack: ExitStac
     return replace(table, facts=facts, blocks=blocks, live=None, touched_share=None)
 
 
-def _as_ids(table: TableContent, given: ArrayLike) -> Ids:
-    """Return ids as int64, unsigned ones by two's complement.
+def _distinct(table: TableContent, given: ArrayLike) -> Ids:
+    """Return ids, of which there are some, each once.
 
     Raises:
-        ValueError: they are none, or not distinct.
+        ValueError: they are not.
+        RowTypeError: they can't be ids.
     """
-    ids = np.asarray(given)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-        raise ValueError(
-            f"ids of shape {ids.shape} and {ids.dtype.name} can't be those of table {table.name!r}: pass a "
-            "1-D array of integers"
-        )
-    wide = np.ascontiguousarray(ids.astype(np.uint64 if ids.dtype.kind == "u" else np.int64)).view(np.int64)
+    wide = as_ids(np.asarray(given), table.name)
+    if not len(wide):
+        raise ValueError(f"no ids are given for table {table.name!r}: pass one at least")
     if len(np.unique(wide)) < len(wide):
         raise ValueError(f"an id comes twice among those of table {table.name!r}: pass each once")
     return wide

@@ -145,6 +145,15 @@ def _details(table: TableSummary, width: int, unicode: bool) -> list[RenderableT
 
 def _remarks(table: TableSummary) -> list[RenderableType]:
     remarks: list[RenderableType] = []
+    if table.live_rows is not None and table.freed_rows is not None:
+        unused = table.rows - table.live_rows - table.freed_rows
+        remarks.append(
+            Text(
+                f"{table.live_rows:,} ids have a row, {table.freed_rows:,} rows wait for another id, "
+                f"{unused:,} were never given out",
+                "bright_black",
+            )
+        )
     if table.implausible_rows:
         remarks.append(
             Text(

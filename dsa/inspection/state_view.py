@@ -13,9 +13,11 @@ from dsa.backends.base import Layout
 from dsa.errors import StateClosedError, StateCorruptError, StateWarning, notify
 from dsa.inspection import arrays, text
 from dsa.inspection.directory import ObservedDirectory
+from dsa.inspection.found_ids import IdReader
 from dsa.inspection.overlaid import OverlaidBackend
 from dsa.inspection.sources import open_source, table_path
 from dsa.inspection.table_view import TableView
+from dsa.schema import is_keyed
 from dsa.state.content import StateContent
 from dsa.state.directories import local_directory
 from dsa.state.facts import stored_facts
@@ -88,7 +90,7 @@ class StateView:
     def __init__(self, path: Path, *, tolerant: bool = False, backend: Layout | None = None) -> None:
         self._closed = False
         self._layout = None if backend is None else as_layout(backend)
-        self._overlaid: list[OverlaidBackend] = []
+        self._overlaid: list[OverlaidBackend | IdReader] = []
         fault = None
         for attempt in range(_TRIES):
             self._directory = ObservedDirectory(path, tolerant=tolerant)
@@ -115,7 +117,11 @@ class StateView:
             overlaid = OverlaidBackend(source, self._directory, index)
             self._overlaid.append(overlaid)
             table = Table(stored_facts(path, stored), overlaid)
-            tables[table.name] = TableView(source, overlaid, table, self, index, table_path(path, stored))
+            file, ids = table_path(path, stored), None
+            if is_keyed(overlaid.schema):
+                ids = IdReader(file, overlaid, self._directory, index)
+                self._overlaid.append(ids)
+            tables[table.name] = TableView(source, overlaid, table, self, index, file, ids)
         return tables
 
     @property
@@ -228,6 +234,6 @@ class StateView:
         return text.safely(f"dsa state {str(self.path)!r}", lambda: text.state_html(self), html=True)
 
 
-def _close_all(backends: list[OverlaidBackend]) -> None:
-    while backends:
-        backends.pop().close()
+def _close_all(opened: list[OverlaidBackend | IdReader]) -> None:
+    while opened:
+        opened.pop().close()

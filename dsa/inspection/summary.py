@@ -16,8 +16,9 @@ from dsa.inspection.state_view import StateView, open_state
 from dsa.inspection.table_view import TableView
 from dsa.kernels.decay import caught_up
 from dsa.rules.manifolds import BALL_EPS
-from dsa.schema import Records, floating_fields, read_numbers
+from dsa.schema import Records, floating_fields, is_keyed, read_numbers
 from dsa.state.content import StateContent, TableContent
+from dsa.state.keys import owned_rows
 
 __all__ = ["StateSummary", "TableSummary", "summarize", "summarize_table"]
 
@@ -60,6 +61,9 @@ class TableSummary:
         logical_bytes: Weights, moments and counters, without stamps and padding.
         file_bytes: Length of the table's files; None for what is not a state directory.
         disk_bytes: What they occupy on disk; likewise.
+        live_rows: Rows that belong to an id: these alone count as touched, and distributions are over them.
+            None where rows belong to none.
+        freed_rows: Rows that did, and wait for another one; likewise.
     """
 
     name: str
@@ -83,6 +87,8 @@ class TableSummary:
     logical_bytes: int
     file_bytes: int | None = None
     disk_bytes: int | None = None
+    live_rows: int | None = None
+    freed_rows: int | None = None
 
 
 @final
@@ -192,6 +198,8 @@ def _summarize_content(table: TableContent, progress: Progress | None) -> TableS
         first_moments=pass_.first.spread(_BINS, "log"),
         second_moments=pass_.second.spread(_BINS, "log"),
         logical_bytes=table.rows * sum(schema.field_bytes(f) for f in schema.fields if f.name != "s"),
+        live_rows=pass_.live if pass_.keyed else None,
+        freed_rows=pass_.freed if pass_.keyed else None,
     )
 
 
@@ -204,6 +212,8 @@ class _Pass:
         self.first_implausible: int | None = None
         self.updates = Sketch(integers=True)
         self.norms, self.distances, self.first, self.second = Sketch(), Sketch(), Sketch(), Sketch()
+        self.live = self.freed = 0
+        self.keyed = is_keyed(table.schema)
         self._names = table.schema.names
         self._floating = floating_fields(table.schema.dtype)
         self._non_negative = [name for name in table.rule.non_negative if name in self._names]
@@ -218,6 +228,11 @@ class _Pass:
             records: ``(B,)``.
         """
         written = np.flatnonzero(records["s"]) if "s" in self._names else np.arange(len(records))
+        if self.keyed:
+            self.live += int(np.count_nonzero(owned_rows(records)))
+            deleted = (records["live"][written] == 0) & (records["s"][written] > 0)
+            self.freed += int(np.count_nonzero(deleted))
+            written = written[~deleted]
         if not len(written):
             return
         if len(written) < len(records):
@@ -267,7 +282,7 @@ class _Pass:
         for each in sums:
             good &= np.isfinite(each)
         for name in self._names:
-            if name not in numbers:
+            if name not in numbers and not (self.keyed and name == "id"):
                 good &= records[name] >= 0
         for name in self._non_negative:
             signs = np.signbit(numbers[name])

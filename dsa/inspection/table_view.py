@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsa.backends.base import Source
+from dsa.errors import RowIndexError
 from dsa.inspection import arrays, text
 from dsa.inspection.directory import file_sizes
+from dsa.inspection.found_ids import IdReader
 from dsa.inspection.overlaid import OverlaidBackend
 from dsa.inspection.sources import files_at
+from dsa.kernels.decay import caught_up
+from dsa.kernels.plausible import first_implausible
 from dsa.rules.init import Initializer
 from dsa.rules.updates import AnyRule
-from dsa.schema import Records, Schema, catches_up
-from dsa.state.coalesce import as_rows
+from dsa.schema import Records, Schema, catches_up, read_numbers
+from dsa.state.coalesce import as_ids, as_rows
 from dsa.state.content import TableContent
+from dsa.state.keyed_rows import first_weights
+from dsa.state.keys import owned_rows
 from dsa.state.progress import Progress
-from dsa.state.table import Table, fill_untouched, read_records, read_weights
+from dsa.state.table import Table, corrupt_row, fill_untouched, read_records, read_weights
 
 if TYPE_CHECKING:
     from xarray import Dataset
@@ -71,10 +77,18 @@ class TableView:
         state: The state that it belongs to.
         index: Its position in the state.
         path: Where its file is, or its directory.
+        ids: Finds its rows by their ids, where they belong to some.
     """
 
     def __init__(
-        self, source: Source, overlaid: OverlaidBackend, table: Table, state: Owner, index: int, path: Path
+        self,
+        source: Source,
+        overlaid: OverlaidBackend,
+        table: Table,
+        state: Owner,
+        index: int,
+        path: Path,
+        ids: IdReader | None = None,
     ) -> None:
         """Keep what it is handed; `dsa.inspection.state_view` is the way to call this."""
         self._source = source
@@ -83,6 +97,7 @@ class TableView:
         self._state = state
         self._index = index
         self._path = path
+        self._ids = ids
 
     @property
     def name(self) -> str:
@@ -219,6 +234,80 @@ class TableView:
             found = read_weights(table, unique)
         return np.asarray(found[inverse])
 
+    def rows_of(self, ids: NDArray[Any] | Sequence[int]) -> NDArray[np.int64]:
+        """Return the rows that belong to ids, -1 for an id that has none.
+
+        They are found by the index beside the table, or where that can't be trusted by reading all rows once.
+        Beside a process that trains, rows that the table got after this view was made are not known.
+
+        Args:
+            ids: ``(B,)`` of an integer dtype, in any order, duplicates allowed.
+
+        Returns:
+            ``(B,)`` int64.
+
+        Raises:
+            RowTypeError: they can't be ids.
+            TypeError: the table's rows belong to no ids.
+            StateClosedError: the view was closed, or the state replaced.
+        """
+        self._current()
+        return self._reader().find(as_ids(self._as_array(ids), self.name))[0]
+
+    def weights_of(
+        self, ids: NDArray[Any] | Sequence[int], unknown: Literal["zeros", "first", "error"] = "zeros"
+    ) -> NDArray[np.float32]:
+        """Return the weights of the rows that belong to ids, as training would read them.
+
+        Args:
+            ids: ``(B,)`` of an integer dtype, in any order, duplicates allowed.
+            unknown: What an id without a row has: zeros, its first weights, or it is an error.
+
+        Returns:
+            ``(B, D)`` float32.
+
+        Raises:
+            RowIndexError: an id has no row, and that is an error.
+            CorruptRowError: a stored row is implausible.
+            RowTypeError, TypeError, StateClosedError: see `rows_of`.
+        """
+        wanted = as_ids(self._as_array(ids), self.name)
+        for _ in range(_TRIES):
+            table = self._current()
+            decay = table.decay
+            rows, records = self._reader().find(wanted)
+            if self._current().decay == decay or not catches_up(self.schema.dtype):
+                break
+        lacking, known = np.flatnonzero(rows < 0), np.flatnonzero(rows >= 0)
+        if len(lacking) and unknown == "error":
+            raise RowIndexError(
+                f"id {wanted[lacking[0]]} has no row in table {self.name!r}: pass ids that were trained, or "
+                "unknown='zeros' or 'first'"
+            )
+        weights = np.zeros((len(wanted), self.dim), np.float32)
+        if (position := first_implausible(records, self.rule.non_negative)) >= 0:
+            raise corrupt_row(table, rows[known], records, position)
+        found = read_numbers(caught_up(records, decay), "w")
+        weights[known] = table.space.project(found.astype(np.float64))[0] if table.k else found
+        if unknown == "first":
+            weights[lacking] = first_weights(table, wanted[lacking])
+        return weights
+
+    def ids(self) -> NDArray[np.int64]:
+        """Return the ids that have a row, in the order of the rows: ``(n,)`` int64.
+
+        Raises:
+            TypeError: the table's rows belong to no ids.
+        """
+        self._reader()
+        found = [records["id"][owned_rows(records)] for _, records in self.scan()]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    @property
+    def num_ids(self) -> int | None:
+        """How many ids have a row; None where rows belong to none."""
+        return None if self._ids is None else len(self._ids)
+
     def announce(self, rows: NDArray[np.int64]) -> None:
         """Tell the system which rows will be read soon: ``(B,)`` int64, strictly increasing."""
         self._state.require_open()
@@ -267,6 +356,12 @@ class TableView:
             "initializer": "none" if rule is None else repr(rule),
         }
 
+    def _reader(self) -> IdReader:
+        self._state.require_open()
+        if self._ids is None:
+            raise TypeError(f"the rows of table {self.name!r} belong to no ids: use their numbers")
+        return self._ids
+
     def _current(self) -> Table:
         self._state.require_open()
         standing = self._state.standing()
@@ -279,8 +374,13 @@ class TableView:
             yield first, fill_untouched(table, np.arange(first, first + len(records)), records)
 
     def _unique(self, rows: NDArray[Any] | Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-        given = np.asarray(rows)
-        if given.size == 0 and not isinstance(rows, np.ndarray):
-            given = given.astype(np.int64)  # numpy takes an empty list for floating-point numbers
+        given = self._as_array(rows)
         unique, inverse = np.unique(as_rows(given, self.rows, self.name), return_inverse=True)
         return unique, inverse
+
+    @staticmethod
+    def _as_array(given: NDArray[Any] | Sequence[int]) -> NDArray[Any]:
+        array = np.asarray(given)
+        if array.size == 0 and not isinstance(given, np.ndarray):
+            return array.astype(np.int64)  # numpy takes an empty list for floating-point numbers
+        return array

@@ -117,8 +117,8 @@ def _fields(table: TableView) -> tuple[list[str], list[list[str]]]:
 
 
 def _touched(table: TableView) -> str:
-    """Return how many rows were ever written; of a large table, about what share."""
-    stamps = table["s"]
+    """Return how many rows were ever written, or belong to an id; of a large table, about what share."""
+    stamps = table["s" if table.num_ids is None else "live"]
     if table.rows <= _MOST_COUNTED:
         count = int(np.count_nonzero(stamps))
         return f"{count:,} ({count / table.rows:.0%})"

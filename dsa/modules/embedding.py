@@ -14,7 +14,7 @@ from dsa.modules.bags import Mode, reduced, require_mode
 from dsa.modules.disk_module import DiskModule, Source, table_spec_of
 from dsa.modules.graph_break import outside_graphs
 from dsa.modules.pretrained import pretrained_by_id, pretrained_options, pretrained_source
-from dsa.modules.read_only import ReadOnlyEmbedding, ReadOnlyEmbeddingBag
+from dsa.modules.read_only import ReadOnlyEmbedding, ReadOnlyEmbeddingBag, Unknown
 from dsa.optimizers.arguments import DEFAULT_BACKEND, DEFAULT_FRACTION, StateDtype, storage_choice
 from dsa.optimizers.lookup import look_up
 from dsa.optimizers.tensors import ArrayLike
@@ -172,6 +172,7 @@ class DiskEmbedding(DiskModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: Layout | None = None,
+        unknown: Unknown = "zeros",
     ) -> ReadOnlyEmbedding:
         """Return a module that reads a table's rows and writes nothing: for evaluation, serving and workers.
 
@@ -183,12 +184,14 @@ class DiskEmbedding(DiskModule):
             device: Where rows are handed out.
             dtype: Of the rows.
             backend: See `dsa.open_state`.
+            unknown: What an id without a row is, where rows belong to ids: ``"zeros"``, ``"first"`` (the
+                weights it would start with) or ``"error"``.
 
         Raises:
             KeyError: there is no table of that name.
             StateError: the directory can't be read; see `dsa.open_state`.
         """
-        return ReadOnlyEmbedding(path, name, max_norm, norm_type, device, dtype, backend)
+        return ReadOnlyEmbedding(path, name, max_norm, norm_type, device, dtype, backend, unknown)
 
 
 @final
@@ -333,6 +336,7 @@ class DiskEmbeddingBag(DiskModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: Layout | None = None,
+        unknown: Unknown = "zeros",
     ) -> ReadOnlyEmbeddingBag:
         """Return a module that reads a table's bags and writes nothing, see `DiskEmbedding.open`.
 
@@ -347,6 +351,7 @@ class DiskEmbeddingBag(DiskModule):
             device: See `DiskEmbedding.open`.
             dtype: See `DiskEmbedding.open`.
             backend: See `DiskEmbedding.open`.
+            unknown: See `DiskEmbedding.open`.
 
         Raises:
             KeyError: there is no table of that name.
@@ -354,7 +359,17 @@ class DiskEmbeddingBag(DiskModule):
             StateError: the directory can't be read; see `dsa.open_state`.
         """
         return ReadOnlyEmbeddingBag(
-            path, name, max_norm, norm_type, mode, include_last_offset, padding_idx, device, dtype, backend
+            path,
+            name,
+            max_norm,
+            norm_type,
+            mode,
+            include_last_offset,
+            padding_idx,
+            device,
+            dtype,
+            backend,
+            unknown,
         )
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 import torch
 
-from dsa.optimizers.id_rows import as_ids, insert_rows
+from dsa.optimizers.id_rows import insert_rows
 from dsa.optimizers.tensors import ArrayLike, to_array
 from dsa.rules.init import FromArray, MatrixLike, as_initializer
+from dsa.state.coalesce import as_ids
 
 if TYPE_CHECKING:
     from dsa.modules.disk_module import DiskModule

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, Literal, NoReturn, final
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -18,10 +19,14 @@ from dsa.modules.graph_break import outside_graphs
 from dsa.modules.setting import as_padding
 from dsa.modules.tensor_reference import from_tensor, to_tensor
 from dsa.optimizers.disk_parameter import usable_seed
-from dsa.optimizers.lookup import Lookup, clip_rows, distinct_rows, handed_out
+from dsa.optimizers.lookup import Lookup, clip_rows, distinct_rows, flat_ids, handed_out
+from dsa.state.coalesce import as_ids
 from dsa.state.directories import local_directory
 
-__all__ = ["ReadOnlyEmbedding", "ReadOnlyEmbeddingBag", "ReadOnlyModule"]
+__all__ = ["ReadOnlyEmbedding", "ReadOnlyEmbeddingBag", "ReadOnlyModule", "Unknown"]
+
+Unknown = Literal["zeros", "first", "error"]
+"""What an id without a row is handed out as, see `dsa.IdPolicy`."""
 
 
 class ReadOnlyModule(torch.nn.Module):
@@ -38,6 +43,7 @@ class ReadOnlyModule(torch.nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         backend: Layout | None,
+        unknown: Unknown,
     ) -> None:
         super().__init__()
         # A buffer goes where the model goes; it says where rows go, and what of.
@@ -57,6 +63,9 @@ class ReadOnlyModule(torch.nn.Module):
             self._view.close()
             raise
         self.num_embeddings, self.embedding_dim = table.shape
+        self.unknown = unknown
+        if table.num_ids is not None:
+            self.num_embeddings = table.num_ids
         self.eval()
 
     @property
@@ -85,7 +94,18 @@ class ReadOnlyModule(torch.nn.Module):
         return self._view
 
     def _table(self) -> TableView:
-        return self._state()[self.name]
+        state = self._state()
+        table = state[self.name]
+        if table.num_ids is not None and self._has_grown(state, table):
+            state.close()
+            self._view = None
+            table = self._state()[self.name]
+        return table
+
+    def _has_grown(self, state: StateView, table: TableView) -> bool:
+        """Tell whether ids may have rows that a view doesn't have."""
+        stored = next(each for each in state.observed.metadata().tables if each["name"] == self.name)
+        return bool(stored["backend"]["rows"] != table.rows)
 
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None = None) -> Lookup:
         if self.training and torch.is_grad_enabled():
@@ -94,8 +114,15 @@ class ReadOnlyModule(torch.nn.Module):
                 "eval() on this module, or make a DiskEmbedding with resume=True to train it"
             )
         table = self._table()
-        unique, inverse = distinct_rows(ids, self.num_embeddings, self.name)
-        values = table.weights(unique)
+        if table.num_ids is None:
+            unique, inverse = distinct_rows(ids, self.num_embeddings, self.name)
+            values = table.weights(unique)
+        else:
+            wanted = as_ids(flat_ids(ids, self.name), self.name)
+            unique, inverse = np.unique(wanted, return_inverse=True)
+            values = table.weights_of(unique, self.unknown)
+            if padding_idx is not None:
+                values[unique == padding_idx] = 0.0
         if self.max_norm is not None:
             clip_rows(values, float(self.max_norm), float(self.norm_type))
         where = self._handed_out_as
@@ -207,11 +234,13 @@ class ReadOnlyEmbeddingBag(ReadOnlyModule):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         backend: Layout | None,
+        unknown: Unknown,
     ) -> None:
-        super().__init__(path, name, max_norm, norm_type, device, dtype, backend)
+        super().__init__(path, name, max_norm, norm_type, device, dtype, backend, unknown)
         try:
             require_mode(mode, self.k)
-            self.padding_idx = as_padding(padding_idx, self.num_embeddings)
+            rows = self.num_embeddings if self._table().num_ids is None else None
+            self.padding_idx = as_padding(padding_idx, rows)
         except BaseException:
             self.close()
             raise

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from dsa.optimizers.arguments import DEFAULT_FRACTION, StateDtype, as_fraction
-from dsa.optimizers.id_rows import as_ids, read_ids
+from dsa.optimizers.id_rows import read_ids
 from dsa.optimizers.stepping import Batch
 from dsa.optimizers.tensors import to_array
 from dsa.rules.init import FromArray, Initializer
 from dsa.rules.updates import AnyRule
-from dsa.state.coalesce import as_gradient, as_rows, coalesce
+from dsa.state.coalesce import as_gradient, as_ids, as_rows, coalesce
 from dsa.state.id_policy import IdPolicy, admit
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import TableSpec, table_spec

@@ -9,10 +9,9 @@ import torch
 
 from dsa.errors import GradientError
 from dsa.kernels.visiting import Gradients
-from dsa.optimizers.id_rows import as_ids
 from dsa.optimizers.tensors import to_array
 from dsa.schema import Rows
-from dsa.state.coalesce import as_gradient, as_rows, coalesce
+from dsa.state.coalesce import as_gradient, as_ids, as_rows, coalesce
 from dsa.state.keyed_rows import find_rows
 from dsa.state.table import Table
 

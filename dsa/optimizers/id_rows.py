@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.backends.id_map import Ids
-from dsa.errors import RowIndexError, RowTypeError
+from dsa.errors import RowIndexError
 from dsa.kernels.rows import unique_inverse
 from dsa.optimizers.tensors import ArrayLike, to_array
 from dsa.rules.from_array import FromArray
 from dsa.schema import Rows
-from dsa.state.coalesce import as_rows
+from dsa.state.coalesce import as_ids, as_rows
 from dsa.state.id_policy import IdPolicy, admit, make_room
 from dsa.state.keyed_rows import delete_ids, find_rows, first_weights, insert_ids
 from dsa.state.keys import Keys
@@ -24,7 +24,6 @@ __all__ = [
     "PADDING",
     "FoundIds",
     "all_ids",
-    "as_ids",
     "delete_rows",
     "insert_rows",
     "known_rows",
@@ -51,25 +50,6 @@ class FoundIds(NamedTuple):
     owners: Ids
     inverse: Rows
     values: NDArray[np.float32]
-
-
-def as_ids(given: NDArray[Any], table: str) -> Ids:
-    """Return ids as int64, unsigned ones by two's complement.
-
-    Args:
-        given: ``(B,)`` of an integer dtype.
-        table: The table's name, for messages.
-
-    Raises:
-        RowTypeError: they are of another kind.
-    """
-    if given.ndim != 1 or given.dtype.kind not in "iu":
-        raise RowTypeError(
-            f"ids of shape {given.shape} and {given.dtype.name} can't be those of table {table!r}: pass a "
-            "1-D array of integers, and strings through dsa.hash_strings"
-        )
-    wide = given.astype(np.uint64 if given.dtype.kind == "u" else np.int64)
-    return np.ascontiguousarray(wide).view(np.int64)
 
 
 def read_ids(

@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from dsa.errors import RowTypeError
 from dsa.kernels.rows import unique_inverse
 from dsa.kernels.threads import thread_limit
-from dsa.optimizers.id_rows import PADDING, as_ids, read_ids
+from dsa.optimizers.id_rows import PADDING, read_ids
 from dsa.optimizers.tensors import to_array
 from dsa.schema import Rows
-from dsa.state.coalesce import as_rows
+from dsa.state.coalesce import as_ids, as_rows
 from dsa.state.maintenance import write_weights
 from dsa.state.table import read_weights
 
 if TYPE_CHECKING:
     from dsa.optimizers.disk_parameter import DiskParameter
 
-__all__ = ["Lookup", "clip_rows", "distinct_rows", "handed_out", "look_up"]
+__all__ = ["Lookup", "clip_rows", "distinct_rows", "flat_ids", "handed_out", "look_up"]
 
 
 class Lookup(NamedTuple):

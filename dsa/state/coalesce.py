@@ -18,7 +18,26 @@ from dsa.kernels.rows import first_non_finite_row, group_rows, inspect_rows, sor
 from dsa.kernels.visiting import Gradients, sum_gradients
 from dsa.schema import Rows
 
-__all__ = ["as_gradient", "as_rows", "average", "coalesce", "merge", "require_finite"]
+__all__ = ["as_gradient", "as_ids", "as_rows", "average", "coalesce", "merge", "require_finite"]
+
+
+def as_ids(given: NDArray[Any], table: str) -> NDArray[np.int64]:
+    """Return ids as int64, unsigned ones by two's complement.
+
+    Args:
+        given: ``(B,)`` of an integer dtype.
+        table: The table's name, for messages.
+
+    Raises:
+        RowTypeError: they are of another kind.
+    """
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise RowTypeError(
+            f"ids of shape {given.shape} and {given.dtype.name} can't be those of table {table!r}: pass a "
+            "1-D array of integers, and strings through dsa.hash_strings"
+        )
+    wide = given.astype(np.uint64 if given.dtype.kind == "u" else np.int64)
+    return np.ascontiguousarray(wide).view(np.int64)
 
 
 def as_rows(indices: NDArray[Any], rows: int, table: str) -> Rows:

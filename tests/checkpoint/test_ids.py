@@ -20,6 +20,7 @@ from dsa.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     RowIndexError,
+    RowTypeError,
     StateMismatchError,
     StateNotFoundError,
 )
@@ -359,7 +360,7 @@ def test_rows_numbers_become_ids(tmp_path):
         ({"keyed": {"user": None}}, StateMismatchError, "belong to ids already"),
         ({"dense": {"item": [1]}}, StateMismatchError, "belong to no ids"),
         ({"dense": {"user": [1, 1]}}, ValueError, "comes twice"),
-        ({"dense": {"user": [0.5]}}, ValueError, "1-D array of integers"),
+        ({"dense": {"user": [0.5]}}, RowTypeError, "1-D array of integers"),
         ({"dense": {"user": [10**6]}}, RowIndexError, "id 1000000 has no row"),
         ({"keyed": {"item": [1, 2]}}, ValueError, "2 ids are not those of the 7 rows"),
     ],

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from dsa.inspection import TableView
-from dsa.schema import Rows
+from dsa.schema import Rows, is_keyed
 
 __all__ = ["touched_rows"]
 
@@ -32,6 +32,8 @@ def touched_rows(table: TableView, most: int, field: str = "s") -> Rows:
         widths = np.diff(np.append(starts, table.rows))
         candidates = starts + (random.random(_CANDIDATES) * widths).astype(np.int64)
         table.announce(candidates)
+    if is_keyed(table.schema) and field == "s":
+        field = "live"  # a row that was deleted has a stamp, and belongs to nobody
     touched: Rows = candidates[table[field][candidates] != 0]
     if len(touched) > most:
         touched = np.sort(random.choice(touched, most, replace=False))
