@@ -145,8 +145,9 @@ def reserve_range(file: int, start: int, stop: int, directory: str) -> None:
 def sync_range(mapping: mmap.mmap, path: Path, start: int, stop: int) -> None:
     """Return once a range of a file's mapping is on the device, and that the file is so long.
 
-    Linux does not wait for what else is to be written of the file, which may be much. Elsewhere all of it is
-    synced.
+    On Linux, `msync` asks the file system for what `fdatasync` does (``vfs_fsync_range`` in ``mm/msync.c``),
+    the length of the file among it, but does not wait for the pages outside of the range, which may be many.
+    Elsewhere all of the file is synced.
 
     Raises:
         OSError: writing back has failed.

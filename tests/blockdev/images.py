@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filesystems import mounted
 from harness import Child, Report, messages
-from state_files import repair, restarted
+from state_files import repair, restarted, rows_of
 from training_runs import Content, Reference, Run, content_of, matches
 
 import dsa
@@ -135,7 +135,7 @@ def _open_once(run: Run, place: Path) -> Finding:
     except (DSAError, OSError) as error:
         return Finding("refused", f"{type(error).__name__}: {error}")
     try:
-        for name, rows in run.rows.items():
+        for name, rows in rows_of(place / "state").items():
             optimizer.read_rows(range(rows), name)  # finishes what was interrupted, and judges every row
     except CorruptRowError as error:
         return Finding("rows", str(error))

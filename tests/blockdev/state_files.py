@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -10,7 +11,7 @@ from unittest import mock
 import dsa
 import dsa.backends.system
 
-__all__ = ["journal_files", "repair", "restarted", "table_files"]
+__all__ = ["journal_files", "repair", "restarted", "rows_of", "table_files"]
 
 
 def table_files(state: Path) -> list[Path]:
@@ -22,6 +23,15 @@ def table_files(state: Path) -> list[Path]:
 def journal_files(state: Path) -> list[Path]:
     """Return the files of its journal."""
     return sorted(state.glob("dsa.journal*"))
+
+
+def rows_of(state: Path) -> dict[str, int]:
+    """Return the rows of each table, as the description says; none where it can't be read."""
+    try:
+        tables = json.loads((state / "dsa.json").read_text())["content"]["tables"]
+        return {each["name"]: each["backend"]["rows"] for each in tables}
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 @contextlib.contextmanager

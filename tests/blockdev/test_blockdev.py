@@ -156,4 +156,4 @@ def test_runs_that_are_drawn_differ():
     assert {run.backend for run in runs} == {"memmap", "zarr", "zstd"}
     assert {run.async_writes for run in runs} == {run.eager for run in runs} == {True, False}
     kinds = Counter(op.kind for run in runs for op in run.ops)
-    assert {"step", "flush", "close", "curve", "export", "import"} == set(kinds)
+    assert {"step", "flush", "close", "curve", "export", "import", "grow"} == set(kinds)

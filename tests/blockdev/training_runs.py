@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from scenarios import Op, Scenario
+from state_files import rows_of
 from tables import BACKENDS
 
 import dsa
@@ -35,16 +36,27 @@ class Content:
     counts: tuple[object, ...]
     tables: dict[str, Fields]
 
+    @property
+    def rows(self) -> dict[str, int]:
+        """The rows of each table."""
+        return {name: len(next(iter(fields.values()))) for name, fields in self.tables.items()}
+
     def equals(self, other: Content) -> bool:
         """Compare bit for bit."""
-        return self.counts == other.counts and all(
-            value.tobytes() == other.tables[name][each].tobytes()
-            for name, fields in self.tables.items()
-            for each, value in fields.items()
+        return (
+            self.counts == other.counts
+            and self.rows == other.rows
+            and all(
+                value.tobytes() == other.tables[name][each].tobytes()
+                for name, fields in self.tables.items()
+                for each, value in fields.items()
+            )
         )
 
     def differing_rows(self, other: Content) -> dict[str, int]:
-        """Count the rows of each table in which two states differ."""
+        """Count the rows of each table in which two states differ; all, where they have not as many."""
+        if self.rows != other.rows:
+            return self.rows
         return {
             name: int(
                 np.any(
@@ -75,10 +87,10 @@ def content_of(state: Path) -> Content:
 
 @dataclass(frozen=True)
 class Run(Scenario):
-    """A scenario of other sizes, which also exports and imports checkpoints, and closes and opens again.
+    """A scenario of other sizes, which also grows, exports and imports checkpoints, and closes and opens again.
 
     Args:
-        rows: Of the two tables.
+        rows: Of the two tables, before they grow.
         dims: Of the two tables.
         threads: That a step may use.
         queue: Batches that may wait, with `async_writes`.
@@ -98,18 +110,29 @@ class Run(Scenario):
         parts += ["eager"] * self.eager
         return ", ".join(parts) + " | " + " ".join(op.kind for op in self.ops)
 
-    def source(self, name: str, salt: int) -> Any:
-        rows, dim = self.rows[name], self.dims[name]
+    def source(self, name: str, salt: int, rows: int | None = None) -> Any:
+        rows, dim = self.rows[name] if rows is None else rows, self.dims[name]
         if not self.eager or name != "right":
             return init.Normal(rows, dim, std=0.1, seed=self.seed + salt)
         rng = np.random.default_rng(self.seed + salt)
         return rng.uniform(-0.1, 0.1, (rows, dim)).astype(np.float32)
 
+    def rows_before(self, number: int, name: str) -> int:
+        """Return the rows that a table has before the operation of a number, if none was imported."""
+        grown = [op for op in self.ops if op.kind == "grow" and op.table == name and op.number < number]
+        return self.rows[name] + sum(map(self._growth, grown))
+
+    def _growth(self, op: Op) -> int:
+        """Return how many rows are added, from one to several times as many as there were."""
+        rng = np.random.default_rng([self.seed, op.number, 7])
+        return int(np.exp(rng.uniform(0.0, np.log(4.0 * self.rows[op.table] + 1.0))))
+
     def build(self, directory: Path, *, resume: bool | None, salt: int = 0) -> DiskSparseRiemannianAdam:
         """Open the optimizer of a directory. Its warnings are the caller's."""
         torch.set_num_threads(self.threads)
+        there = rows_of(directory) if resume else {}
         return DiskSparseRiemannianAdam(
-            {name: self.source(name, salt) for name in self.rows},
+            {name: self.source(name, salt, there.get(name)) for name in self.rows},
             lr=0.02,
             k=self.curvatures,
             disk_dir=directory,
@@ -128,10 +151,11 @@ class Run(Scenario):
         for name in names:
             size = int(np.exp(rng.uniform(0.0, np.log(self.largest_batch))))
             # Half of them near each other: whole pages of rows, and rows of many pages.
-            first = int(rng.integers(self.rows[name])) if rng.random() < 0.5 else None
+            rows = self.rows_before(number, name)
+            first = int(rng.integers(rows)) if rng.random() < 0.5 else None
             ids = np.arange(size) + first if first is not None else rng.zipf(1.3, size) - 1
             grad = rng.normal(0.0, 0.1, (size, self.dims[name])).astype(np.float32)
-            updates[name] = (ids % self.rows[name], grad)
+            updates[name] = (ids % rows, grad)
         return updates
 
     def do(self, optimizer: DiskSparseRiemannianAdam, op: Op, checkpoints: Path) -> None:
@@ -140,6 +164,11 @@ class Run(Scenario):
             optimizer.step(self.batch(op.number))
         elif op.kind == "curve":
             optimizer.set_curvature(op.k, op.reset, name=op.table, map=op.map)
+        elif op.kind == "grow":
+            before = self.rows_before(op.number, op.table)
+            more = self._growth(op)
+            array = self.eager and op.table == "right"
+            optimizer.grow(op.table, before + more, self.source(op.table, 1, more) if array else None)
         elif op.kind == "export":
             optimizer.export_checkpoint(checkpoints / str(op.number), overwrite=True)
         elif op.kind == "import":
@@ -212,7 +241,7 @@ def draw_run(rng: random.Random, policy: str, backends: tuple[str, ...] = tuple(
 def _draw_ops(rng: random.Random) -> tuple[Op, ...]:
     ops: list[Op] = []
     exported: list[int] = []
-    kinds = ["step"] * 12 + ["flush", "flush", "close", "curve", "export", "import"]
+    kinds = ["step"] * 12 + ["flush", "flush", "close", "curve", "export", "import", "grow", "grow"]
     for number in range(rng.randint(8, 24)):
         kind = rng.choice(kinds)
         if kind == "export":
@@ -220,6 +249,9 @@ def _draw_ops(rng: random.Random) -> tuple[Op, ...]:
             ops.append(Op("export", number))
         elif kind == "import" and exported:
             ops.append(Op("import", rng.choice(exported)))
+        elif kind == "grow":
+            exported.clear()  # a table does not shrink to what a checkpoint has
+            ops.append(Op("grow", number, table=rng.choice(["left", "right"])))
         elif kind == "curve":
             k, reset = rng.choice([0.25, 0.5, 2.0]), rng.random() < 0.3
             ops.append(Op("curve", table=rng.choice(["left", "right"]), k=k, reset=reset))

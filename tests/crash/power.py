@@ -30,6 +30,7 @@ from unittest import mock
 
 import numpy as np
 
+import dsa.backends.memmap
 import dsa.backends.system
 import dsa.backends.zarr
 import dsa.backends.zarr_compressed
@@ -167,6 +168,7 @@ class Device:
         with (
             patch(os, "fsync", self._syncing(os.fsync)),
             patch(os, "fdatasync", self._syncing(os.fdatasync)),
+            patch(dsa.backends.memmap, "sync_range", self._syncing_range(dsa.backends.memmap.sync_range)),
             patch(dsa.state.journal, "mmap", _NotingMmap(self)),
             patch(dsa.state.journal, "view", self._viewing(dsa.state.journal.view)),
             patch(MemmapBackend, "write", self._writing(MemmapBackend.write)),
@@ -244,6 +246,20 @@ class Device:
                     if Path(path).is_relative_to(self._place):
                         self._names[status.st_ino] = self._names_in(path)
                 sync(descriptor)
+
+        return wrapper
+
+    def _syncing_range(self, sync: Callable[..., None]) -> Callable[..., None]:
+        # As the kernel has it: `msync` of a range asks the file system for what `fdatasync` does, of a range.
+        def wrapper(mapping: mmap.mmap, path: Path, start: int, stop: int) -> None:
+            with self._still, open(path, "rb") as file:
+                key, former = self._hold(file.fileno()), self._synced.get(os.fstat(file.fileno()).st_ino, b"")
+                self._sync_data(file.fileno(), failing=self._fails(file.fileno()))
+                whole, start = self._synced[key], start - start % PAGE
+                rest = former[stop:] if len(former) > stop else b""
+                self._synced[key] = former[:start].ljust(start, b"\0") + whole[start:stop] + rest
+                self._synced[key] = self._synced[key].ljust(len(whole), b"\0")
+                sync(mapping, path, start, stop)
 
         return wrapper
 
