@@ -87,7 +87,7 @@ def content_of(state: Path) -> Content:
 
 @dataclass(frozen=True)
 class Run(Scenario):
-    """A scenario of other sizes, which also grows, exports and imports checkpoints, and closes and opens again.
+    """A scenario of other sizes, which also grows, exports, imports, and closes and opens again.
 
     Args:
         rows: Of the two tables, before they grow.

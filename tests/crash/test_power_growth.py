@@ -3,6 +3,7 @@
 import itertools
 import random
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -78,17 +79,16 @@ def test_tables_that_grow(space, tmp_path, kind):
     states, follower = [], Follower(path)
     with follower.device.following(), build(path, ROWS[0], True, **options) as optimizer:
         states.append(records(optimizer))
+        calls = []
         for number, (before, rows) in enumerate(itertools.pairwise(ROWS)):
-            for act in (
-                lambda: step(optimizer, before, 2 * number),
-                lambda: optimizer.grow("word", rows),
-                lambda: step(optimizer, rows, 2 * number + 1),
-            ):
-                follower.begun += 1
-                act()
-                follower.done += 1
-                follower.take()
-                states.append(records(optimizer))
+            calls += [partial(step, optimizer, before, 2 * number), partial(optimizer.grow, "word", rows)]
+            calls += [partial(step, optimizer, rows, 2 * number + 1)]
+        for call in calls:
+            follower.begun += 1
+            call()
+            follower.done += 1
+            follower.take()
+            states.append(records(optimizer))
     for drawn, done, begun in follower.drawn(tmp_path, random.Random(kind), 16):
         with after_outage():
             rows = dsa.open_state(drawn)["word"].shape[0]
