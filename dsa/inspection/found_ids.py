@@ -14,7 +14,7 @@ from dsa.errors import StateCorruptError, StateLockedError
 from dsa.inspection.directory import ObservedDirectory
 from dsa.inspection.overlaid import OverlaidBackend
 from dsa.schema import Records, Rows
-from dsa.state.keys import KeyChange, index_files, owned_rows
+from dsa.state.keys import KeyChange, index_files, index_token, owned_rows
 
 __all__ = ["IdReader"]
 
@@ -93,9 +93,10 @@ class IdReader:
         if self._map is not None and self._stamp == stamp:
             return self._map
         self.close()
-        token = stored.journal_identity if stored.status == "closed" else None
+        moment = stored.journal_identity if stored.status == "closed" else None
+        path = index_files(self._path)[0]
         try:
-            found = IdMap.open(index_files(self._path)[0], token, writable=False)
+            found = IdMap.open(path, index_token(moment, path), writable=False)
         except StateCorruptError:
             return self._scanned()
         self._kept.callback(found.close)

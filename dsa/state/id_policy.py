@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dsa.backends.id_map import Ids
 from dsa.schema import Records, Rows
-from dsa.state.keyed_rows import delete_ids, insert_ids, keys_of
+from dsa.state.keyed_rows import delete_ids, find_rows, insert_ids, keys_of, wrong_index
 from dsa.state.state_directory import StateDirectory
 from dsa.state.table import Table
 
@@ -94,7 +94,7 @@ def admit(state: StateDirectory, table: Table, policy: IdPolicy, ids: Ids) -> Ro
     if keys.swept_step != state.global_step:
         evict_aged(state, table, policy)
         keys.swept_step = state.global_step
-    rows = keys.find(ids)
+    rows = find_rows(table, ids)
     unknown = np.flatnonzero(rows < 0)
     if len(unknown) == 0:
         return rows
@@ -109,7 +109,7 @@ def admit(state: StateDirectory, table: Table, policy: IdPolicy, ids: Ids) -> Ro
     if len(new):
         make_room(state, table, policy, len(new), ids)
         insert_ids(state, table, new)
-    return keys_of(table).find(ids)
+    return find_rows(table, ids)
 
 
 def evict_aged(state: StateDirectory, table: Table, policy: IdPolicy) -> int:
@@ -187,13 +187,15 @@ def make_room(state: StateDirectory, table: Table, policy: IdPolicy, new: int, k
         )
     size = max(_SLICE, _WINDOW * needed)
     place = state.global_step * size % keys.used
-    evicted = 0
+    evicted = looked = 0
     while evicted < needed:
+        if looked >= keys.used + size:
+            raise wrong_index(table)  # it has fewer rows to give than it counts
         rows = np.sort(np.arange(place, place + min(size, keys.used)) % keys.used)
         records = _owned(table, rows)
         records = records[~np.isin(records["id"], kept)]
         evicted += delete_ids(state, table, _oldest(records, needed - evicted))
-        place = (place + size) % keys.used
+        place, looked = (place + size) % keys.used, looked + size
     return evicted
 
 

@@ -24,14 +24,17 @@ def open_keys(path: Path, stored: Metadata, tables: Sequence[Table]) -> None:
     died = stored.status == "open" and stored.journal and stored.boot == system.boot_identity()
     if stored.failed or not (died or stored.status == "closed"):
         return
-    token = None if died else stored.journal_identity
+    moment = None if died else stored.journal_identity
     for table in tables:
         if is_keyed(table.backend.schema):
-            table.keys = Keys.open(file_of(path, table), token)
+            table.keys = Keys.open(file_of(path, table), moment)
 
 
 def make_keys(path: Path, tables: Sequence[Table]) -> None:
-    """Make the indexes that could not be trusted anew, of recovered tables."""
+    """Make the indexes anew that could not be trusted or don't fit, of recovered tables."""
     for table in tables:
+        if table.keys is not None and not table.keys.fits(table.backend):
+            table.keys.close(None)
+            table.keys = None
         if is_keyed(table.backend.schema) and table.keys is None:
             table.keys = Keys.make(file_of(path, table), table.backend)

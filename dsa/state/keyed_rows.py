@@ -13,15 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.backends.id_map import Ids
+from dsa.errors import StateCorruptError
 from dsa.schema import Rows
 from dsa.state.growth import Growth, grow_tables
-from dsa.state.keys import KeyChange, Keys
+from dsa.state.keys import KeyChange, Keys, owned_rows
 from dsa.state.progress import Progress
 from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import FEW_ROWS
 from dsa.state.table import Table, blank_records, clip_to_ball, set_weights, stamp_of
 
-__all__ = ["delete_ids", "find_rows", "first_weights", "insert_ids", "keys_of"]
+__all__ = ["delete_ids", "find_rows", "first_weights", "insert_ids", "keys_of", "wrong_index"]
 
 Weights = NDArray[np.float32]
 
@@ -41,8 +42,14 @@ def find_rows(table: Table, ids: Ids) -> Rows:
     Args:
         table: The table.
         ids: ``(B,)`` int64, in any order.
+
+    Raises:
+        StateCorruptError: the index names rows that the table does not have.
     """
-    return keys_of(table).find(ids)
+    rows = keys_of(table).find(ids)
+    if len(rows) and rows.max() >= len(table):
+        raise wrong_index(table)
+    return rows
 
 
 def first_weights(table: Table, ids: Ids) -> Weights:
@@ -87,6 +94,7 @@ def _insert(state: StateDirectory, table: Table, ids: Ids, weights: Weights | No
         grow_tables(state, [Growth(table, len(table) + max(lacking, _block_rows(table)))])
     change = KeyChange("insert", ids, rows, keys.freed)
     order = np.argsort(rows)
+    _require_index(table, rows[order], None)
     (records,) = state.prepare(_with_change(state, table, change), [(table, rows[order])])
     records[:] = blank_records(table, len(rows), stamp_of(state.global_step))
     records["id"], records["live"] = ids[order], 1
@@ -114,12 +122,37 @@ def delete_ids(state: StateDirectory, table: Table, ids: Ids) -> int:
         some, rows = some[rows >= 0], rows[rows >= 0]
         if len(rows) == 0:
             continue
+        order = np.argsort(rows)
+        _require_index(table, rows[order], some[order])
         change = KeyChange("delete", some, rows, keys.freed)
-        (records,) = state.prepare(_with_change(state, table, change), [(table, np.sort(rows))])
+        (records,) = state.prepare(_with_change(state, table, change), [(table, rows[order])])
         records[:] = blank_records(table, len(rows), stamp_of(state.global_step))
         state.commit()
         deleted += len(rows)
     return deleted
+
+
+def _require_index(table: Table, rows: Rows, ids: Ids | None) -> None:
+    """Check that rows which are about to change hands, sorted, belong to whom the index says, or to nobody.
+
+    Raises:
+        StateCorruptError: one does not; nothing has changed.
+    """
+    sound = len(rows) == 0 or bool(rows[0] >= 0 and rows[-1] < len(table) and (rows[1:] > rows[:-1]).all())
+    if sound:
+        records = table.backend.read(rows)
+        owned = owned_rows(records)
+        sound = not owned.any() if ids is None else bool((~owned | (records["id"] == ids)).all())
+    if not sound:
+        raise wrong_index(table)
+
+
+def wrong_index(table: Table) -> StateCorruptError:
+    """Return the error that the index of a table's ids says something else than its records."""
+    return StateCorruptError(
+        f"the index of the ids of table {table.name!r} does not fit its records, as if it were of another "
+        "moment: close the state, remove the table's .ids file and open it again, which makes it anew"
+    )
 
 
 def _with_change(state: StateDirectory, table: Table, change: KeyChange) -> Progress:

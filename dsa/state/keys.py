@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,15 @@ from numpy.typing import NDArray
 from dsa.backends.base import Sparse, StateBackend
 from dsa.backends.id_map import IdMap, Ids
 from dsa.errors import CheckpointCorruptError, StateCorruptError
-from dsa.schema import Records, Rows
+from dsa.schema import TORN, Records, Rows
 from dsa.state.arrivals import ArrivalChange, Arrivals, arrivals_file
 from dsa.state.numbers import decode_numbers, encode_numbers
 
-__all__ = ["KeyChange", "Keys", "index_files", "owned_rows", "remove_index", "require_owners"]
+__all__ = ["KeyChange", "Keys", "index_files", "index_token", "owned_rows", "remove_index", "require_owners"]
+
+
+_SAMPLE: Final = 64
+"""Ids, and freed rows, that are looked at when an index is opened."""
 
 
 @final
@@ -76,6 +80,16 @@ def index_files(file: Path) -> tuple[Path, Path]:
     return file.with_name(f"{file.name}.ids"), file.with_name(f"{file.name}.freed")
 
 
+def index_token(moment: str | None, path: Path) -> str | None:
+    """Return what one map of an index is closed with: that of another table won't do.
+
+    Args:
+        moment: What tells the moment from others; None where there is nothing to tell.
+        path: Where the map is.
+    """
+    return None if moment is None else f"{moment} {path.name}"
+
+
 def remove_index(file: Path) -> None:
     """Remove the index of a table's file, and its sketch, if there is one."""
     for path in (
@@ -105,23 +119,23 @@ class Keys:
         self._count: int | None = None
 
     @classmethod
-    def open(cls, file: Path, token: str | None) -> Keys | None:
+    def open(cls, file: Path, moment: str | None) -> Keys | None:
         """Open the index of a table, if it can be trusted.
 
         Args:
             file: The table's file.
-            token: With which it was closed; None where it may be that of a process that has died: what the
+            moment: At which it was closed; None where it may be that of a process that has died: what the
                 journal says has then to be applied again.
         """
         with contextlib.ExitStack() as opened:
             maps = []
             for path in index_files(file):
                 try:
-                    maps.append(IdMap.open(path, token))
+                    maps.append(IdMap.open(path, index_token(moment, path)))
                 except (StateCorruptError, FileNotFoundError):
                     return None
                 opened.callback(maps[-1].close)
-                if maps[-1].interrupted and token is not None:
+                if maps[-1].interrupted and moment is not None:
                     return None
             opened.pop_all()
         return cls(file, *maps)
@@ -202,6 +216,22 @@ class Keys:
         rows = self._freed.find(places)
         return np.concatenate([rows, np.arange(self.used, self.used + count - len(rows))])
 
+    def fits(self, backend: StateBackend) -> bool:
+        """Tell whether some records say the same: an index of another moment is not to pass for this one's.
+
+        Args:
+            backend: The table's records, whose journal has been applied.
+        """
+        if self.used > len(backend):
+            return False
+        try:
+            ids, owned = next(self.items(), (np.empty(0, np.int64),) * 2)
+        except StateCorruptError:
+            return False
+        some = slice(None, None, max(1, len(ids) // _SAMPLE))
+        freed = self._freed.find(np.arange(min(self.freed, _SAMPLE)))
+        return _say(backend, owned[some], ids[some]) and _say(backend, freed, None)
+
     @property
     def arrivals(self) -> Arrivals:
         """The counts of ids without a row, made when they are first asked for."""
@@ -224,18 +254,18 @@ class Keys:
             self._freed.put(np.arange(change.freed, change.freed + len(change.rows)), change.rows)
             self._ids.remove(change.ids)
 
-    def close(self, token: str | None) -> None:
+    def close(self, moment: str | None) -> None:
         """Close the index.
 
         Args:
-            token: As one that can be trusted with it; None as a kill would.
+            moment: As one that can be trusted at it; None as a kill would.
         """
         self._count = len(self)
         with contextlib.ExitStack() as stack:
             if self._arrivals is not None:
                 stack.callback(self._arrivals.close)
-            for each in (self._ids, self._freed):
-                stack.callback(each.close, token)
+            for each, path in zip((self._ids, self._freed), index_files(self._file), strict=True):
+                stack.callback(each.close, index_token(moment, path))
 
 
 def _sort_out(backend: StateBackend, freed: IdMap) -> Iterator[tuple[Ids, Rows]]:
@@ -277,6 +307,16 @@ def _written(backend: StateBackend) -> Iterator[tuple[int, Records]]:
         return
     for start, stop in backend.written():
         yield from backend.scan(start, stop)
+
+
+def _say(backend: StateBackend, rows: Rows, ids: Ids | None) -> bool:
+    """Tell whether rows have these ids, or none; what a torn one had is not known."""
+    if ((rows < 0) | (rows >= len(backend))).any():
+        return False
+    distinct, inverse = np.unique(rows, return_inverse=True)
+    records = backend.read(distinct)[inverse.reshape(-1)]
+    right = ~owned_rows(records) if ids is None else owned_rows(records) & (records["id"] == ids)
+    return len(distinct) == len(rows) and bool((right | (records["s"] == TORN)).all())
 
 
 def owned_rows(records: Records) -> NDArray[np.bool_]:

@@ -34,6 +34,7 @@ from dsa.state.indexing import make_keys, open_keys
 from dsa.state.journal import Journal
 from dsa.state.journal_format import Entry
 from dsa.state.journal_salvage import salvage_journal
+from dsa.state.keys import KeyChange
 from dsa.state.matching import match_names, match_stored_table, warn_of_curvature
 from dsa.state.metadata import Metadata, mark_failed, read_metadata, write_metadata
 from dsa.state.progress import Progress, progress_of
@@ -319,6 +320,11 @@ def _take(stored: Metadata, tables: Sequence[Table], entry: Entry, which: Which)
         table.steps = steps if exact else max(table.steps, steps)
         table.decay = decay if exact else max(table.decay, decay)
     for index, change in progress.keys.items():
+        if isinstance(change, KeyChange) and len(change.rows) and change.rows.max() >= len(tables[index]):
+            raise StateCorruptError(
+                f"entry {entry.sequence} of the journal gives ids rows outside table {index}: restore the "
+                "directory from a copy"
+            )
         if (keys := tables[index].keys) is not None:
             keys.apply(change)
 

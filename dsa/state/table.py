@@ -185,16 +185,16 @@ class Table:
         """
         self.backend, self.writer, self.mapped = backend, writer, _mapped(backend)
 
-    def close(self, token: str | None = None) -> None:
+    def close(self, moment: str | None = None) -> None:
         """Flush and close the files of the table, each of them whatever befalls the others.
 
         Args:
-            token: What tells this moment from others, for an index that is as good as the records; None
+            moment: What tells this moment from others, for an index that is as good as the records; None
                 leaves it as a kill would.
         """
         with contextlib.ExitStack() as stack:
             if self.keys is not None:
-                stack.callback(self.keys.close, token)
+                stack.callback(self.keys.close, moment)
             stack.callback(self.backend.close)
 
     def abandon(self) -> None:
