@@ -198,15 +198,17 @@ class WriteBehind:
         self._backend.reserve(rows)
 
     def make_room(self, rows: int) -> bool:
-        """Pass it on; a backend that is no `Growing` has none."""
+        """Pass it on between two writes of the thread; a backend that is no `Growing` has none."""
         self._require_process()
-        return isinstance(self._backend, Growing) and self._backend.make_room(rows)
+        with self._writing:
+            return isinstance(self._backend, Growing) and self._backend.make_room(rows)
 
     def adopt_rows(self, rows: int) -> None:
-        """Pass it on."""
+        """Pass it on between two writes of the thread."""
         self._require_process()
         assert isinstance(self._backend, Growing), "there is no room in others"
-        self._backend.adopt_rows(rows)
+        with self._writing:
+            self._backend.adopt_rows(rows)
 
     def write_through(self, rows: Rows, records: Records) -> None:
         """Drain, and write the records of `rows` at once: after an error none of them is queued."""

@@ -84,6 +84,7 @@ class SparseAdam(_SparseAdam):
 
     Example:
         >>> import tempfile
+        >>> import torch
         >>> from dsa import DiskEmbedding
         >>> items = DiskEmbedding(1000, 2, state_dir=tempfile.mkdtemp())
         >>> with SparseAdam({"items": items}) as optimizer:

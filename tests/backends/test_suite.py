@@ -59,6 +59,15 @@ class Faulty:
     def describe(self):
         return {"rows": self.rows, "schema": self.schema.to_json()}
 
+    def make_room(self, rows):
+        return True
+
+    def adopt_rows(self, rows):
+        grown = np.zeros(rows, self.schema.dtype)
+        grown[: min(rows, self.rows)] = self.records[: min(rows, self.rows)]
+        self.rows, self.records = rows, grown
+        self.keep()
+
 
 class FreshIsNotZero(Faulty):
     def __init__(self, path, rows, schema, records=None):
@@ -242,6 +251,56 @@ class SwapsFieldsBothWays(Faulty):
         return changed
 
 
+class GrowsByCopies(Faulty):
+    def adopt_rows(self, rows):
+        former = self.records
+        super().adopt_rows(rows)
+        self.records[len(former) :] = np.resize(former, rows)[len(former) :]
+
+
+class ShowsItsRoom(Faulty):
+    def make_room(self, rows):
+        self.adopt_rows(max(rows, self.rows))
+        return True
+
+
+class KeepsWhatWasTakenBack(Faulty):
+    left = None
+
+    def adopt_rows(self, rows):
+        former = self.records
+        super().adopt_rows(rows)
+        if rows < len(former):
+            self.left = former[rows:]
+        elif self.left is not None:
+            self.records[-len(self.left) :] = self.left
+
+
+class ScansNewRowsToo(Faulty):
+    def scan(self, start, stop):
+        first = start
+        while first < max(stop, self.rows):
+            yield first, self.records[first : first + 1000].copy()
+            first += 1000
+
+
+class DescribesFormerRows(Faulty):
+    former = None
+
+    def adopt_rows(self, rows):
+        self.former = self.former or self.rows
+        super().adopt_rows(rows)
+
+    def describe(self):
+        return {**super().describe(), "rows": self.former or self.rows}
+
+
+class FindsWhatIsNobodys(Faulty):
+    def adopt_rows(self, rows):
+        super().adopt_rows(rows)
+        self.records[ROWS:]["s"] = 7
+
+
 class RewritesEverything(Faulty):
     """Replaces all records for a few, and is seen doing it: the first such write waits for a read."""
 
@@ -275,7 +334,8 @@ class Suite(BackendConformance):
         return self.faulty(path, rows, schema)
 
     def reopen(self, path, description):
-        return self.faulty(path, ROWS, SCHEMA, self.faulty.files[path])
+        rows = description["rows"]
+        return self.faulty(path, rows, SCHEMA, self.faulty.files[path][:rows].copy())
 
     def read_raw(self, path, description):
         return self.faulty.files[path]
@@ -316,6 +376,12 @@ FAULTS = [
     (KeepsNothing, "test_reopen"),
     (ReopensReadOnly, "test_reopened_backend_is_whole"),
     (SwapsFieldsBothWays, "test_raw_bytes"),
+    (GrowsByCopies, "test_new_rows_are_fresh"),
+    (ShowsItsRoom, "test_room_changes_nothing"),
+    (KeepsWhatWasTakenBack, "test_growth_is_taken_back"),
+    (ScansNewRowsToo, "test_reads_and_scans_go_on_beside_a_growth"),
+    (DescribesFormerRows, "test_a_grown_table_is_opened_again"),
+    (FindsWhatIsNobodys, "test_what_an_interrupted_growth_has_left_is_nobodys"),
 ]
 
 

@@ -189,6 +189,7 @@ def test_one_descriptor_for_each_shard(path):
     backend.close()
 
 
+@pytest.mark.disk
 def test_sparse_stays_sparse(path):
     """What is occupied is what was written, after reads, hints, flushes and scans too."""
     backend = ZarrBackend.create(path, 500_000, adam_schema(16), allocate="sparse", shard_bytes=1 << 22)

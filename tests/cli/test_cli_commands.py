@@ -468,7 +468,8 @@ def test_a_reader_that_has_had_enough(folder):
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(dsa.__file__).parents[1])},
     )
     assert "closed, step 40" in done.stdout
-    assert done.stderr == ""
+    told = done.stderr.splitlines()  # on a busy machine kernels may take their time
+    assert [line for line in told if not line.startswith("dsa: compiling its kernels")] == []
 
 
 def test_in_processes(folder):

@@ -51,7 +51,8 @@ def test_kills_inside_replacement_and_creation(space):
 def test_every_named_point_is_passed(space):
     """A point that nothing passes would be a kill that never happens."""
     passed = set()
-    for scenario in (STEPPING[1], STEPPING[5], STEPPING[6], CHANGING[1]):
+    in_pieces = replace(STEPPING[1], backend="zarr")
+    for scenario in (STEPPING[1], STEPPING[5], STEPPING[6], CHANGING[1], in_pieces):
         with prepared(space / "points", scenario) as (reference, directory):
             passed |= set(profile(reference, directory / "profile", frozenset()).points)
     assert passed == POINTS

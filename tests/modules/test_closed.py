@@ -21,6 +21,10 @@ def disk(path):
     return DiskEmbedding(ROWS, DIM, max_norm=1.0, state_dir=path)
 
 
+def keyed(path):
+    return DiskEmbedding(None, DIM, state_dir=path)
+
+
 def bag(path):
     return DiskEmbeddingBag(ROWS, DIM, state_dir=path)
 
@@ -58,6 +62,7 @@ PORTABLE = {
 }
 MODULE = {
     **PORTABLE,
+    "grow": lambda it: it.grow(2 * ROWS),
     "flush": lambda it: it.flush(),
     "set_rows": lambda it: it.set_rows(torch.tensor([1]), torch.zeros(1, DIM)),
     "set_rows of none": lambda it: it.set_rows(torch.tensor([], dtype=torch.int64), torch.zeros(0, DIM)),
@@ -74,6 +79,9 @@ CALLS = {
         "prefetch": lambda it: it.prefetch([1]),
         "set_curvature": lambda it: it.set_curvature(1.0),
         "reproject_all": lambda it: it.reproject_all(),
+        "grow": lambda it: it.grow("table", 2 * ROWS),
+        "ids": lambda it: it.ids(),
+        "delete": lambda it: it.delete([1]),
         "flush": lambda it: it.flush(),
     },
     sparse: {
@@ -82,6 +90,7 @@ CALLS = {
         "step without gradients": without_gradients,
         "step with a closure": with_closure,
         "prefetch": lambda it: it.prefetch([1]),
+        "grow": lambda it: it.grow(it.param_names[0], 2 * ROWS),
         "flush": lambda it: it.flush(),
         "add_param_group": lambda it: it.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, 2))]}),
         "load_state_dict": lambda it: it.load_state_dict(it.state_dict()),
@@ -91,6 +100,12 @@ CALLS = {
         **MODULE,
         "forward": lambda it: it(torch.tensor([1])),
         "forward of none": lambda it: it(torch.zeros(0, dtype=torch.int64)),
+    },
+    keyed: {
+        "forward": lambda it: it(torch.tensor([1])),
+        "ids": lambda it: it.ids(),
+        "insert": lambda it: it.insert(torch.tensor([1])),
+        "delete": lambda it: it.delete(torch.tensor([1])),
     },
     bag: {**MODULE, "forward": lambda it: it(torch.tensor([[1]]))},
 }
@@ -103,11 +118,17 @@ ALLOWED = {
     sparse: {
         "close", "shutdown", "stats", "global_step", "param_names", "state_dict", "zero_grad", "convention",
     },
+    keyed: {
+        *MODULE, "k", "close", "extra_repr", "from_pretrained", "open", "reset_parameters", "sparse",
+        "scale_grad_by_freq", "num_embeddings",
+    },
     disk: {
+        "ids", "insert", "delete", "num_embeddings",
         "close", "k", "extra_repr", "from_pretrained", "open", "reset_parameters", "sparse",
         "scale_grad_by_freq",
     },
     bag: {
+        "ids", "insert", "delete", "num_embeddings",
         "close", "k", "extra_repr", "from_pretrained", "open", "reset_parameters", "sparse",
         "scale_grad_by_freq",
     },

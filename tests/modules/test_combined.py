@@ -507,6 +507,7 @@ def test_killed_at_any_call_of_a_save_or_of_going_back(make, tmp_path):
         aside.replace(file)
 
     def live():
+        torch.set_num_threads(1)  # those of OpenMP don't live on in a fork
         made = prepare()
         operation(made)
         made[1].close()
