@@ -38,6 +38,7 @@ from dsa.kernels.pieces import scatter_pieces
 from dsa.state.journal import Journal
 from dsa.state.journal_format import layout_of
 from dsa.state.state_directory import StateDirectory
+from dsa.state.transactions import Transactions
 
 _BACKENDS = (MemmapBackend, ZarrBackend, CompressedZarrBackend)
 
@@ -399,7 +400,7 @@ def points() -> Iterator[None]:
             (Journal, "close", "journal close"),
             *((each, "flush", "table flush") for each in _BACKENDS),
             *((each, "close", "table close") for each in _BACKENDS),
-            (StateDirectory, "settle", "settle"),
+            (Transactions, "settle", "settle"),
             (StateDirectory, "close", "close"),
             (WriteBehind, "_write_oldest", "queue write"),
             (dsa.backends.system, "reserve", "reserve"),

@@ -49,7 +49,8 @@ def test_every_kind_of_call_is_drawn():
 def test_a_forgotten_commit_is_found_in_a_drawn_configuration(space, monkeypatch):
     """What the figures above are worth."""
     calls = tuple(Call("plain", number) for number in range(20))
-    configuration = replace(draw_configuration(5, "process"), calls=calls)
+    drawn = draw_configuration(5, "process")
+    configuration = replace(drawn, calls=calls, backend="memmap", async_writes=True, state_dtype=None)
     figures = Figures()
     with prepared_wild(space, configuration) as directory:
         wild = Wild(configuration, directory, figures)
