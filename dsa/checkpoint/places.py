@@ -25,8 +25,8 @@ _SHORTENED: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:://|::)")
 
 _PACKAGES: Final = {
-    "s3": "dsa[s3]",
-    "s3a": "dsa[s3]",
+    "s3": "s3fs",
+    "s3a": "s3fs",
     **{each: f"fsspec[{each}]" for each in ("abfs", "gcs", "gs", "hdfs", "http", "sftp", "smb", "ssh")},
     "https": "fsspec[http]",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, Self
 
 import torch
@@ -18,7 +19,7 @@ from dsa.optimizers.id_rows import all_ids, delete_rows, insert_rows
 from dsa.optimizers.options import as_number
 from dsa.optimizers.reference import follow_reference, reference_to
 from dsa.rules.adagrad import ROW_WISE_ADAGRAD
-from dsa.rules.adam import ROW_WISE_ADAM
+from dsa.rules.adam import ALIKE, ROW_WISE_ADAM
 from dsa.rules.init import FromArray, Initializer, MatrixLike, Normal, Uniform, as_initializer
 from dsa.rules.known import RULES
 from dsa.rules.manifolds import manifold_of
@@ -337,15 +338,17 @@ def table_spec_of(
     fraction, k = as_fraction(fraction), as_number("k", k)
     manifold_of(k)
     first = _default_init(rows, dim, k) if source is None else as_initializer(source)
-    return table_spec(
+    rule = _STATES[state]
+    spec = table_spec(
         name,
         first,
-        _STATES[state],
+        rule,
         k=k,
         init_max_norm_fraction=fraction,
         state_dtype=state_dtype,
         keeps_inside=keeps_inside,
     )
+    return replace(spec, alternatives=ALIKE) if rule in ALIKE else spec
 
 
 def _default_init(rows: int | None, dim: int, k: float) -> Initializer:

@@ -12,6 +12,7 @@ from dsa.backends.base import Layout
 from dsa.backends.mapping import Allocate
 from dsa.errors import StateMismatchError, StateWarning, notify
 from dsa.optimizers.options import as_index, as_number
+from dsa.rules.adam import ALIKE, AdamRule
 from dsa.rules.conventions import (
     DSA_ADAM,
     AdamOptions,
@@ -54,6 +55,7 @@ __all__ = [
     "policies_of",
     "storage_choice",
     "wanted_curvatures",
+    "with_moment_of",
 ]
 
 Source = Initializer | FromArray | MatrixLike
@@ -131,6 +133,14 @@ def dialect_of(
         name: value for name, value in given.items() if value is not None and not isinstance(value, _Default)
     }
     return replace(base, **changes)
+
+
+def with_moment_of(convention: Convention, tables: Iterable[Table]) -> Convention:
+    """Return a convention with the second moment of the first table on a ball, if there is one."""
+    for table in tables:
+        if table.k > 0.0 and isinstance(table.rule, AdamRule):
+            return replace(convention, second_moment=table.rule.second_moment)
+    return convention
 
 
 def options_in(convention: Convention, **numbers: Any) -> AdamOptions:  # noqa: ANN401 - the options'
@@ -316,7 +326,7 @@ def agree_on_rule(state: StateDirectory, table: Table, rule: AnyRule) -> None:
     Raises:
         StateMismatchError: its records have other fields, or it has been trained by another rule.
     """
-    if table.rule == rule:
+    if table.rule == rule or (table.steps and table.k == 0.0 and {table.rule, rule} <= {*ALIKE}):
         return
     own = table.facts.schema
     if table.steps or rule.schema(own.dim, weights="w" in own.names) != widened(own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, NoReturn
 
 import numpy as np
@@ -12,6 +13,7 @@ from dsa.optimizers.arguments import DEFAULT_FRACTION, StateDtype, as_fraction
 from dsa.optimizers.id_rows import read_ids
 from dsa.optimizers.stepping import Batch
 from dsa.optimizers.tensors import to_array
+from dsa.rules.adam import ALIKE, usual_rule
 from dsa.rules.init import FromArray, Initializer
 from dsa.rules.updates import AnyRule
 from dsa.state.coalesce import as_gradient, as_ids, as_rows, coalesce
@@ -30,7 +32,7 @@ _PICKLING: Final = (
 
 def specs_of(
     sources: Mapping[str, Initializer | FromArray],
-    rule: AnyRule,
+    rule: AnyRule | None,
     curvatures: Mapping[str, float],
     fraction: float,
     state_dtype: StateDtype | None,
@@ -39,7 +41,7 @@ def specs_of(
 
     Args:
         sources: First weights by name.
-        rule: The update rule.
+        rule: The update rule; None is what a table has, and for a new one the usual Adam of its space.
         curvatures: Curvature magnitudes by name.
         fraction: See `dsa.state.facts.TableFacts`, as it was given.
         state_dtype: How the fields are stored.
@@ -47,18 +49,20 @@ def specs_of(
     Raises:
         ValueError: an option is out of range, or the rule does not work in a table's space.
     """
-    return [
-        table_spec(
+    specs = []
+    for name, source in sources.items():
+        k = curvatures[name]
+        spec = table_spec(
             name,
             source,
-            rule,
-            k=curvatures[name],
+            usual_rule(k) if rule is None else rule,
+            k=k,
             init_max_norm_fraction=as_fraction(fraction),
             state_dtype=state_dtype,
             keeps_inside=fraction is DEFAULT_FRACTION,
         )
-        for name, source in sources.items()
-    ]
+        specs.append(replace(spec, alternatives=ALIKE) if rule is None else spec)
+    return specs
 
 
 def batch_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from dsa.optimizers.arguments import StateDtype, agree_on_dtypes, agree_on_rule
 from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.resident import ParameterWeights, require_writable, row_elements
+from dsa.rules.adam import ALIKE, usual_rule
 from dsa.rules.conventions import Convention
 from dsa.rules.init import Zeros
 from dsa.rules.updates import AnyRule
@@ -20,7 +21,7 @@ from dsa.state.state_directory import StateDirectory
 from dsa.state.storage import StorageChoice, TableSpec, table_spec
 from dsa.state.table import Table
 
-__all__ = ["Registry", "require_ball", "require_countable"]
+__all__ = ["Registry", "require_ball", "require_countable", "settled_rule"]
 
 
 @final
@@ -34,6 +35,7 @@ class Registry:
         choice: Storage options.
         rule: The update rule of the tables.
         state_dtype: How their fields are stored.
+        rule_given: Whether the rule was chosen; otherwise tables of modules have theirs, see `settled_rule`.
         positional: Names of tables whose parameters came without one: their places stand for names.
     """
 
@@ -42,6 +44,7 @@ class Registry:
     choice: StorageChoice
     rule: AnyRule
     state_dtype: StateDtype | None = None
+    rule_given: bool = True
     positional: set[str] = field(default_factory=set)
 
     def tables(
@@ -103,7 +106,8 @@ class Registry:
             if state is None:
                 self._require_same(own)
             agree_on_dtypes(parameter.table, self.state_dtype)
-            agree_on_rule(own, parameter.table, self.rule)
+            rule = self.rule if self.rule_given else settled_rule(parameter.table, self.rule)
+            agree_on_rule(own, parameter.table, rule)
             state = own
         return state
 
@@ -135,7 +139,22 @@ class Registry:
                 f"the parameter {name!r} is float64, but steps are computed in float32: convert it to float32"
             )
         rows, dim = len(parameter), row_elements(parameter.shape)
-        return table_spec(name, Zeros(rows, dim), self.rule, weights=False, state_dtype=self.state_dtype)
+        spec = table_spec(name, Zeros(rows, dim), self.rule, weights=False, state_dtype=self.state_dtype)
+        return replace(spec, alternatives=ALIKE) if self.rule in ALIKE else spec
+
+
+def settled_rule(table: Table, rule: AnyRule) -> AnyRule:
+    """Return the update rule that a table of a module has under an optimizer whose rule nobody has chosen.
+
+    A table that was trained goes on as it was; the others get what is usual in their space.
+
+    Args:
+        table: The table.
+        rule: The optimizer's, for tables whose records have other fields, and which it will refuse.
+    """
+    if table.rule not in ALIKE:
+        return rule
+    return table.rule if table.steps else usual_rule(table.k)
 
 
 def _hold(table: Table, parameter: torch.Tensor) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import Any, Final, final
 
@@ -21,16 +21,18 @@ from dsa.optimizers.arguments import (
     ParamGroups,
     StateDtype,
     dialect_of,
+    named_groups,
     options_in,
     storage_choice,
 )
+from dsa.optimizers.disk_parameter import DiskParameter
 from dsa.optimizers.flattening import moments_by_rows
 from dsa.optimizers.foreign import TORCH_SPARSE_ADAM, import_state
 from dsa.optimizers.options import as_number, group_options
-from dsa.optimizers.registration import Registry, require_ball, require_countable
+from dsa.optimizers.registration import Registry, require_ball, require_countable, settled_rule
 from dsa.optimizers.sparse_tables import SparseTables, checked_groups
 from dsa.optimizers.stepping import in_dialect
-from dsa.rules.adam import AdamRule, adam_rule
+from dsa.rules.adam import ADAM, AdamRule, adam_rule
 from dsa.rules.conventions import (
     AdamOptions,
     BiasCorrection,
@@ -73,7 +75,8 @@ class DiskSparseAdam(torch.optim.Optimizer):
             `DiskEmbedding`, it goes with its ``state="catch_up_adam"``.
         maximize: Ascend instead of descend.
         bias_correction: ``"row"``, ``"parameter"`` or ``"global"``; None takes the convention's.
-        second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``; left out, the convention's. With
+        second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``; left out, the convention's where one is
+            passed, else what a table on a ball was trained with, or ``"frame"`` there. With
             `DiskEmbedding`, ``"row"`` goes with its ``state="rowwise_adam"``.
         v_transport: ``"tensor"`` or ``"sqrt"``, for tables on a ball.
         max_step: Longest step on a ball in hyperbolic units, or None.
@@ -145,8 +148,12 @@ class DiskSparseAdam(torch.optim.Optimizer):
         )
         choice = storage_choice(backend, allocate, durability, async_writes)
         rule = adam_rule(self._convention.second_moment, weight_decay_catch_up)
+        given = convention is not None or second_moment is not DEFAULT_MOMENT or rule is not ADAM
+        groups = named_groups(params)
+        if not given:
+            self._convention = _on_balls(self._convention, groups)
         self._sparse = SparseTables(
-            Registry(state_dir, resume, choice, rule, state_dtype),
+            Registry(state_dir, resume, choice, rule, state_dtype, given),
             partial(_options_of, fixed=fixed, convention=self._convention, rule=rule),
             _import_moments,
             partial(in_dialect, convention=self._convention),
@@ -160,7 +167,7 @@ class DiskSparseAdam(torch.optim.Optimizer):
             "maximize": maximize,
             **_told(self._convention, fixed, rule),
         }
-        groups = checked_groups(params, defaults, self._sparse)
+        groups = checked_groups(groups, defaults, self._sparse)
         require_ball(max_step, groups)
         super().__init__(groups, defaults)
         self._sparse.register(self.param_groups, self)
@@ -203,6 +210,15 @@ class DiskSparseAdam(torch.optim.Optimizer):
     import_checkpoint = portable.import_checkpoint
     save_checkpoint = portable.save_checkpoint
     load_checkpoint = portable.load_checkpoint
+
+
+def _on_balls(convention: Convention, groups: Sequence[dict[str, Any]]) -> Convention:
+    """Return a convention with the second moment of tables on a ball, if there are any."""
+    members = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
+    tables = [each.table for each in members if isinstance(each, DiskParameter)]
+    rules = [settled_rule(table, ADAM) for table in tables if table.k > 0.0]
+    moments = [rule.second_moment for rule in rules if isinstance(rule, AdamRule)]
+    return replace(convention, second_moment=moments[0]) if moments else convention
 
 
 def _options_of(

@@ -31,6 +31,7 @@ from dsa.optimizers.arguments import (
     options_in,
     policies_of,
     wanted_curvatures,
+    with_moment_of,
 )
 from dsa.optimizers.explicit import (
     batch_of,
@@ -44,7 +45,7 @@ from dsa.optimizers.id_rows import all_ids, delete_rows, known_rows
 from dsa.optimizers.options import as_number, group_options
 from dsa.optimizers.stepping import Stepping, in_dialect
 from dsa.optimizers.tensors import ArrayLike, to_array
-from dsa.rules.adam import adam_rule
+from dsa.rules.adam import ADAM, adam_rule
 from dsa.rules.conventions import (
     AdamOptions,
     BiasCorrection,
@@ -111,7 +112,7 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
         async_writes: Write in a thread. It pays when the disk is slower than training: for the memmap backend
             only if its file is far larger than memory.
         second_moment: ``"coordinate"``, ``"frame"`` or ``"row"``, see `AdamOptions`; the last two are better
-            on the ball. Left out, the convention's.
+            on the ball. Left out, the state's, the convention's or, on the ball, ``"frame"``.
         v_transport: ``"tensor"`` or ``"sqrt"``, on the ball.
         max_step: Longest step on the ball in hyperbolic units, or None.
         bias_correction: ``"row"``, ``"parameter"`` or ``"global"``; None takes the convention's.
@@ -194,14 +195,16 @@ class DiskSparseRiemannianAdam(torch.optim.Optimizer):
             )
         rule = adam_rule(options.second_moment, weight_decay_catch_up)
         rule.decay_of(options)  # which refuses what can't be made up for
-        specs = specs_of(sources, rule, curvatures, init_max_norm_fraction, state_dtype)
+        chosen = None if convention is None and second_moment is DEFAULT_MOMENT and rule is ADAM else rule
+        specs = specs_of(sources, chosen, curvatures, init_max_norm_fraction, state_dtype)
         self._fixed, self._ids = options, policies_of(ids, sources)
         self._stepping = Stepping()
         held = [held_tensor(source, retain_params) for source in sources.values()]
         queue = Queue(max_queue_size, put_timeout)
-        chosen = queue if async_writes else None
-        storage = StorageChoice(allocate, layout_of_backend(backend), durability, chosen).complete()
+        waiting = queue if async_writes else None
+        storage = StorageChoice(allocate, layout_of_backend(backend), durability, waiting).complete()
         self._state = open_directory(disk_dir, specs, resume, storage)
+        self._convention = with_moment_of(self._convention, self._state.tables.values())
         defaults = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": held, "names": list(sources)}], defaults)
 

@@ -20,7 +20,16 @@ from dsa.rules.conventions import AdamOptions, SecondMoment
 from dsa.rules.manifolds import Manifold
 from dsa.schema import DECAY, Records, Schema, adam_schema, read_numbers, store_numbers
 
-__all__ = ["ADAM", "CATCH_UP_ADAM", "FRAME_ADAM", "ROW_WISE_ADAM", "AdamRule", "adam_rule"]
+__all__ = [
+    "ADAM",
+    "ALIKE",
+    "CATCH_UP_ADAM",
+    "FRAME_ADAM",
+    "ROW_WISE_ADAM",
+    "AdamRule",
+    "adam_rule",
+    "usual_rule",
+]
 
 Doubles = NDArray[np.float64]
 _NON_NEGATIVE: Final[Mapping[str, str]] = MappingProxyType({"v": "second moment"})
@@ -150,6 +159,21 @@ FRAME_ADAM: Final = AdamRule("frame_adam", "frame")
 ROW_WISE_ADAM: Final = AdamRule("row_wise_adam", "row")
 CATCH_UP_ADAM: Final = AdamRule("catch_up_adam", "coordinate", catches_up=True)
 _BY_SECOND_MOMENT: Final = (ADAM, FRAME_ADAM, ROW_WISE_ADAM)
+
+ALIKE: Final = (ADAM, FRAME_ADAM)
+"""Rules of the same fields, and in flat space of the same arithmetic."""
+
+
+def usual_rule(k: float) -> AdamRule:
+    """Return the rule of a table whose second moment nobody has chosen.
+
+    On a ball its steps have the same hyperbolic length wherever a row is.
+
+    Example:
+        >>> usual_rule(0.0).name, usual_rule(1.0).name
+        ('adam', 'frame_adam')
+    """
+    return FRAME_ADAM if k > 0.0 else ADAM
 
 
 def adam_rule(second_moment: str, catch_up: bool = False) -> AdamRule:

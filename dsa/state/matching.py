@@ -70,7 +70,7 @@ def _match(stored: TableFacts, spec: TableSpec) -> None:
             f"table {spec.name!r} is stored as {stored.rows} x {schema.dim} but {wanted.rows} x "
             f"{wanted.schema.dim} is asked for: pass a table of the stored shape, or another directory"
         )
-    if (stored.rule, schema) != (wanted.rule, wanted.schema):
+    if stored.rule not in (wanted.rule, *spec.alternatives) or schema != wanted.schema:
         raise StateMismatchError(
             f"table {spec.name!r} is stored with the update rule {label_of(stored.rule)} and the fields "
             f"{_fields(schema)} but {label_of(wanted.rule)} with {_fields(wanted.schema)} is asked for: the "

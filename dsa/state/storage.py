@@ -44,11 +44,13 @@ class TableSpec:
         source: The rule or the array that gives the first weights.
         keeps_inside: Whether an array whose rows are all inside the ball is taken as it is, however near to
             the boundary they are.
+        alternatives: Further update rules of the same fields that a stored table may have.
     """
 
     facts: TableFacts
     source: Initializer | FromArray
     keeps_inside: bool = False
+    alternatives: tuple[AnyRule, ...] = ()
 
     @property
     def name(self) -> str:

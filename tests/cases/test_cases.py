@@ -356,7 +356,8 @@ FIRST_STEPS = [
 
 @pytest.mark.parametrize(("k", "start", "end"), FIRST_STEPS)
 def test_c54_the_first_step(tmp_path, k, start, end):
-    with build(tmp_path, {"entity": torch.tensor([start])}, k=k) as optimizer:
+    tables = {"entity": torch.tensor([start])}
+    with build(tmp_path, tables, k=k, second_moment="coordinate") as optimizer:
         optimizer.step({"entity": ([0], np.array([[1.0, 0.0]]))})
         assert optimizer.read_rows([0])[0].tolist() == pytest.approx(end, rel=1e-5, abs=1e-8)
 

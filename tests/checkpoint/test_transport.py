@@ -344,7 +344,7 @@ def test_a_list_that_is_refused_is_not_needed(odd):
     [
         ("http://host/k", "fsspec[http]"),
         ("zip://k::https://host/a.zip", "fsspec[http]"),
-        ("s3://b/k", "dsa[s3]"),
+        ("s3://b/k", "s3fs"),
     ],
 )
 def test_a_package_that_is_missing_is_named(monkeypatch, address, package):

@@ -80,7 +80,7 @@ def test_the_version_is_told_once():
     project = tomllib.loads(PROJECT.read_text())["project"]
     assert project["version"] == dsa.__version__
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a working tree that isn't installed
-        assert importlib.metadata.version("dsa") == dsa.__version__
+        assert importlib.metadata.version(project["name"]) == dsa.__version__
 
 
 def test_help_names_every_command(capsys):

@@ -78,8 +78,8 @@ def test_the_changelog_is_of_this_release_and_tells_its_defaults():
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The site, built from nothing, with warnings as errors."""
-    pytest.importorskip("sphinx", reason="needs dsa[docs]")
-    pytest.importorskip("myst_parser", reason="needs dsa[docs]")
+    pytest.importorskip("sphinx", reason="needs the extra docs")
+    pytest.importorskip("myst_parser", reason="needs the extra docs")
     out = tmp_path_factory.mktemp("site")
     options = ["-W", "--keep-going", "-q", "-d", out / "trees"]
     code = "import sys\nfrom sphinx.cmd.build import main\nsys.exit(main(sys.argv[1:]))"

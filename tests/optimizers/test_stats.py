@@ -338,7 +338,12 @@ def test_rows_on_the_clamp_and_the_longest_step(tmp_path):
     lr, dim = 0.01, 4
     tables = {"ball": init.Zeros(50, dim), "flat": init.Zeros(50, dim)}
     with DiskSparseRiemannianAdam(
-        tables, lr=lr, k={"ball": 1.0, "flat": 0.0}, disk_dir=tmp_path, allocate="sparse"
+        tables,
+        lr=lr,
+        k={"ball": 1.0, "flat": 0.0},
+        disk_dir=tmp_path,
+        allocate="sparse",
+        second_moment="coordinate",
     ) as optimizer:
         grad = np.ones((20, dim), np.float32)
         optimizer.step({"flat": (np.arange(20), 1e6 * grad)})

@@ -65,7 +65,7 @@ CALM_BATCH = (np.arange(1_000), np.ones((1_000, 1), np.float32))
 
 def ball(path, tables, k=1.0, **options):
     """An optimizer whose rate is far too high for a ball."""
-    return DiskSparseRiemannianAdam(tables, lr=5.0, k=k, disk_dir=path, **options)
+    return DiskSparseRiemannianAdam(tables, lr=5.0, k=k, disk_dir=path, second_moment="coordinate", **options)
 
 
 def train(optimizer, **others):
