@@ -2,7 +2,8 @@
 
 ``configurations`` are drawn runs that are killed; ``steps``, ``changes`` and ``replacements`` kill fixed ones
 at chosen places; ``power`` loses power where that is promised to be survived, ``outages`` where it is not;
-``places`` interrupts between two instructions, ``interrupts`` by real signals. ``--backend`` puts the tables
+``places`` interrupts between two instructions, ``interrupts`` by real signals; ``ids`` kills a stream of ids
+that come and go about every fifty steps. ``--backend`` puts the tables
 of all but the drawn runs into another backend than memmap: ``zarr``, or ``zstd`` for compressed shards.
 Prints one line for each kind of fault and ends with status 1 if any state was torn, lost or refused.
 """
@@ -32,6 +33,7 @@ from campaign import (
     refuse,
 )
 from harness import Figures
+from ids import kill_streams
 from interrupts import interrupt_for_real
 from outages import lose_power_unpromised
 from passes import kill_at_lines, kill_passes
@@ -54,6 +56,7 @@ _KINDS = (
     "errors",
     "places",
     "interrupts",
+    "ids",
     "lines",
 )
 
@@ -89,6 +92,7 @@ def _run(kind: str, space: Path, options: argparse.Namespace) -> Figures:
         "outages": lambda: lose_power_unpromised(space, seed, options.images, backend),
         "places": lambda: interrupt(space, seed, options.places, scenarios=enduring),
         "interrupts": lambda: _interrupt(space, options),
+        "ids": lambda: kill_streams(space, seed, options.stream, backend),
         "lines": lambda: _every_line(space, stepping, changing),
     }
     return runs[kind]()
@@ -164,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         help="runs with Ctrl-C, in each scenario; 0: every place",
     )
     parser.add_argument("--interrupts", type=int, default=100, help="steps that a real SIGINT interrupts")
+    parser.add_argument("--stream", type=int, default=5000, help="steps of ids that come and go")
     parser.add_argument("--threads", type=int, default=4, help="of each of these steps")
     parser.add_argument("--disk", help="where their tables lie: a directory on a disk")
     parser.add_argument("--images", type=int, default=300, help="of each kind of outage")

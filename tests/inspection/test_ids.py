@@ -9,6 +9,7 @@ from dsa import init
 from dsa.backends import Zarr
 from dsa.errors import RowIndexError
 from dsa.inspection.render import render
+from dsa.state.opening import opened
 
 DIM = 4
 
@@ -149,3 +150,53 @@ def test_a_module_that_reads_follows_a_table_that_grows(trained, tmp_path):
     assert first(torch.tensor([5])).any()
     for each in (served, bags, first):
         each.close()
+
+
+def test_verification_knows_ids(trained, tmp_path):
+    module, _ = trained
+    assert dsa.verify(tmp_path / "s").ok, "beside training"
+    module.close()
+    found = dsa.verify(tmp_path / "s")
+    assert (found.problems, found.remarks) == ((), ())
+    (index,) = (tmp_path / "s").glob("*.ids")
+    content = index.read_bytes()
+    index.unlink()
+    found = dsa.verify(tmp_path / "s")
+    assert found.ok
+    assert found.remarks == ("the index of the ids of table 'embedding' is made anew with the next opening",)
+    index.write_bytes(content)
+    with opened(tmp_path / "s", None) as state:
+        table = state.tables["embedding"]
+        (row,) = table.keys.find(np.array([5]))
+        record = table.backend.read(np.array([row]))
+        record["id"] = 77
+        table.backend.write(np.array([row]), record)
+    (problem,) = dsa.verify(tmp_path / "s").problems
+    assert "the index of the ids of table 'embedding' is of 4 ids and 1 free rows" in problem
+    with opened(tmp_path / "s", None) as state:
+        record["id"] = -7
+        state.tables["embedding"].backend.write(np.array([row]), record)
+    (problem,) = dsa.verify(tmp_path / "s").problems
+    assert "both belong to the id -7" in problem
+
+
+def test_a_checkpoint_in_which_an_id_has_two_rows_is_not_whole(trained, tmp_path):
+    from dataclasses import replace
+
+    from dsa.checkpoint.export import write_checkpoint
+
+    trained[0].export_checkpoint(tmp_path / "good")
+    assert dsa.verify(tmp_path / "good").ok
+    content = dsa.open_checkpoint(tmp_path / "good").content()
+
+    def blocks(table):
+        for first, records in table.blocks():
+            records["id"][:2] = 5
+            yield first, records
+
+    tables = tuple(replace(table, blocks=lambda table=table: blocks(table)) for table in content.tables)
+    write_checkpoint(replace(content, tables=tables), tmp_path / "bad")
+    assert (
+        "rows 0 and 1 of table 'embedding' both belong to the id 5"
+        in dsa.verify(tmp_path / "bad").problems[0]
+    )
