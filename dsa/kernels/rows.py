@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from dsa.kernels.checksums import add_word
 from dsa.kernels.compiled import compiled
-from dsa.kernels.layout import Words
+from dsa.kernels.layout import Floats, Words
 from dsa.kernels.prefetching import AHEAD, LINE_WORDS, prefetch_word
 from dsa.schema import TORN, Rows
 
 __all__ = [
+    "add_rows",
     "first_non_finite_row",
     "gather_checked",
     "gather_words",
@@ -175,6 +176,15 @@ def scatter_checked(table: Words, rows: Rows, words: Words, factors: Words) -> N
         for j in range(width):
             total = add_word(total, source[j], factors[j])
         target[width] = total
+
+
+@compiled
+def add_rows(values: Floats, sources: Rows, targets: Rows, sums: Floats) -> None:
+    """Add ``values[sources[i]]`` to ``sums[targets[i]]``, one after another; all are ``(..., D)``."""
+    for i in range(sources.shape[0]):
+        value, total = values[sources[i]], sums[targets[i]]
+        for j in range(total.shape[0]):
+            total[j] += value[j]
 
 
 def unique_inverse(rows: Rows) -> tuple[Rows, NDArray[np.int64]]:

@@ -8,6 +8,7 @@ import torch
 from layers import contents
 
 from dsa import DiskEmbeddingBag
+from dsa.optimizers.weight_access import bag_rows
 
 FORMS = [
     (mode, padding, last, weighted)
@@ -121,3 +122,37 @@ def test_what_cannot_be_is_refused_before_a_file_is_made(make, options, message)
     with pytest.raises(ValueError, match=message):
         make.bag(10, 4, **options)
     assert not make.directory().exists()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_sums_are_added_up_in_the_order_of_the_ids(seed, last):
+    draws = np.random.default_rng(seed)
+    starts = np.sort(draws.integers(0, 60, 30))
+    starts[0] = 0
+    offsets = torch.from_numpy(np.append(starts, 60) if last else starts)
+    inverse = torch.from_numpy(draws.integers(0, 12, 60))  # many of each, in any order
+    values = torch.from_numpy(draws.standard_normal((13, 5)).astype(np.float32)).requires_grad_()
+    for ids, where in ((inverse, offsets), (inverse.reshape(20, 3), None)):
+        last_too = last and where is not None
+        ours = bag_rows(values, ids, where, "sum", None, last_too, None)
+        theirs = torch.nn.functional.embedding_bag(
+            ids, values, where, mode="sum", include_last_offset=last_too
+        )
+        given = torch.from_numpy(draws.standard_normal(ours.shape).astype(np.float32))
+        (found,), (expected,) = (torch.autograd.grad(each, values, given) for each in (ours, theirs))
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(found, expected)
+        where = torch.arange(0, 60, 3) if where is None else where
+        bags = np.searchsorted(where.numpy()[: len(given)], np.arange(60), side="right") - 1
+        one_by_one = np.zeros((13, 5), np.float32)
+        np.add.at(one_by_one, inverse.numpy(), given.numpy()[bags])
+        assert found.numpy().tobytes() == one_by_one.tobytes()
+
+
+def test_bags_that_change_before_the_backward_pass_are_an_error(make):
+    layer, offsets = make.bag(10, 4, mode="sum"), torch.tensor([0, 2])
+    sums = layer(torch.tensor([1, 2, 3]), offsets).sum()
+    offsets += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sums.backward()
