@@ -36,6 +36,7 @@ from harness import Figures
 from ids import kill_streams
 from interrupts import interrupt_for_real
 from outages import lose_power_unpromised
+from passes import BACKENDS as PASS_BACKENDS
 from passes import kill_at_lines, kill_passes
 from references import workspace
 from scenarios import CHANGING, ENDURING, STEPPING, Scenario, over
@@ -102,10 +103,12 @@ def _kill_passes(space: Path, options: argparse.Namespace) -> Figures:
     figures = Figures()
     with tempfile.TemporaryDirectory(prefix="dsa-crash-", dir=options.disk) as disk:
         for threads in (1, 2, options.threads):
-            kills = options.passes // 3
-            figures.add(kill_passes(space, Path(disk), options.seed + threads, kills, threads))
+            kills = options.passes // (3 * len(PASS_BACKENDS))
+            for layout in PASS_BACKENDS.values():
+                figures.add(kill_passes(space, Path(disk), options.seed + threads, kills, threads, layout))
     if options.lines:
-        kill_at_lines(space, figures)
+        for layout in PASS_BACKENDS.values():
+            kill_at_lines(space, figures, layout)
     return figures
 
 

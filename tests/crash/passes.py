@@ -23,15 +23,18 @@ from harness import Child, Figures, Report, Timer, messages
 from interrupts import drop_pages
 
 from dsa import DiskSparseRiemannianAdam, open_state
+from dsa.backends import Layout, Memmap, Zarr
 from dsa.state.journal import Journal
 from dsa.state.metadata import read_metadata
 from dsa.state.state_directory import StateDirectory
 
-__all__ = ["Size", "kill_at_lines", "kill_passes"]
+__all__ = ["BACKENDS", "Size", "kill_at_lines", "kill_passes"]
 
 _DIM = 16
 _STEPS = 30
 """Of a directory, before the next one is begun."""
+BACKENDS = {"memmap": Memmap(), "zarr": Zarr(shard_bytes=1 << 18)}
+"""The tables of kills at random instants are in several shards."""
 _CURVATURES = {"flat": 0.0, "ball": 1.0}
 
 Digests = Mapping[str, bytes]
@@ -61,11 +64,13 @@ class Run:
         space: A directory to work in.
         size: Of tables and batches.
         threads: Of each step.
+        backend: Where the tables are.
     """
 
     space: Path
     size: Size
     threads: int
+    backend: Layout
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(5)
@@ -86,7 +91,13 @@ class Run:
     def build(self, path: Path, resume: bool | None, durability: str = "process") -> DiskSparseRiemannianAdam:
         """Open it."""
         return DiskSparseRiemannianAdam(
-            self.first, lr=0.02, k=_CURVATURES, disk_dir=path, resume=resume, durability=durability
+            self.first,
+            lr=0.02,
+            k=_CURVATURES,
+            disk_dir=path,
+            resume=resume,
+            durability=durability,
+            backend=self.backend,
         )
 
     def step(self, optimizer: DiskSparseRiemannianAdam, number: int) -> None:
@@ -141,7 +152,7 @@ def look(path: Path, rows: int) -> Look:
     return Look(step, tables, noted, begun)
 
 
-def kill_passes(space: Path, disk: Path, seed: int, kills: int, threads: int) -> Figures:
+def kill_passes(space: Path, disk: Path, seed: int, kills: int, threads: int, backend: Layout) -> Figures:
     """Kill so often from outside, half of the time with tables that are not in memory.
 
     Args:
@@ -150,10 +161,11 @@ def kill_passes(space: Path, disk: Path, seed: int, kills: int, threads: int) ->
         seed: Of everything but the instants.
         kills: How many.
         threads: Of each step.
+        backend: Where the tables are.
     """
     figures, rng = Figures(), random.Random(f"passes {seed}")
     with _directory(space / "passes") as own:
-        run = Run(own, Size(24_000, 20_000), threads)
+        run = Run(own, Size(24_000, 20_000), threads, backend)
         _kill_from_outside(run, disk, rng, kills, figures)
     return figures
 
@@ -178,10 +190,10 @@ def _kill_from_outside(run: Run, disk: Path, rng: random.Random, kills: int, fig
         shutil.rmtree(path)
 
 
-def kill_at_lines(space: Path, figures: Figures, stride: int = 1) -> int:
+def kill_at_lines(space: Path, figures: Figures, backend: Layout, stride: int = 1) -> int:
     """Kill at every line, or every n-th, that a step in place runs; return how many there are."""
     with _directory(space / "lines") as own:
-        run = Run(own, Size(60, 40), 1)
+        run = Run(own, Size(60, 40), 1, backend)
         lines = _count_lines(run)
         for line in range(1, lines + 1, stride):
             if figures.failures:

@@ -7,7 +7,7 @@ import os
 
 import pytest
 from harness import Figures, complain
-from passes import kill_at_lines, kill_passes
+from passes import BACKENDS, kill_at_lines, kill_passes
 
 pytestmark = [
     pytest.mark.disk,
@@ -15,20 +15,21 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_kills_at_random_instants_of_a_large_batch(space, tmp_path, threads):
-    figures = kill_passes(space, tmp_path, seed=threads, kills=15, threads=threads)
+@pytest.mark.parametrize(("threads", "name"), [(1, "memmap"), (2, "memmap"), (4, "memmap"), (2, "zarr")])
+def test_kills_at_random_instants_of_a_large_batch(space, tmp_path, threads, name):
+    figures = kill_passes(space, tmp_path, seed=threads, kills=15, threads=threads, backend=BACKENDS[name])
     complain(figures)
     assert figures.total == figures.reopened == 15
     assert figures.phases["rows half-way"] >= 3, "the kills miss the pass"
 
 
-def test_kills_at_lines_of_a_step(space):
-    """Every thirteenth here; the command takes every one."""
+@pytest.mark.parametrize(("name", "stride"), [("memmap", 13), ("zarr", 31)])
+def test_kills_at_lines_of_a_step(space, name, stride):
+    """Every thirteenth here, or fewer; the command takes every one."""
     figures = Figures()
-    lines = kill_at_lines(space, figures, stride=13)
+    lines = kill_at_lines(space, figures, BACKENDS[name], stride)
     complain(figures)
     assert lines > 200
-    assert figures.total == figures.reopened == len(range(1, lines + 1, 13))
+    assert figures.total == figures.reopened == len(range(1, lines + 1, stride))
     assert figures.kills["open entry"] >= 3
     assert figures.in_progress >= 1

@@ -13,14 +13,21 @@ import dsa.optimizers.stepping
 import dsa.state.journal
 import dsa.state.transactions
 from dsa import open_state, verify
-from dsa.backends import MemmapBackend
+from dsa.backends import MemmapBackend, Zarr, ZarrBackend
 from dsa.errors import GradientError
 from dsa.state.journal_format import SLOTS_AT, read_slot
 from dsa.state.state_directory import StateDirectory
 
 ROWS = np.arange(300)
-READ = MemmapBackend.read
+READ = {MemmapBackend: MemmapBackend.read, ZarrBackend: ZarrBackend.read}
+KINDS = {"memmap": (MemmapBackend, {}), "zarr": (ZarrBackend, {"backend": Zarr(shard_bytes=1024)})}
 DEADLINE = 20
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    """A class of backends, and the options that tables in it are made with."""
+    return KINDS[request.param]
 
 
 def refused():
@@ -33,35 +40,35 @@ def refused():
     return updates
 
 
-def as_recovered(path, target):
+def as_recovered(path, target, **options):
     """Return the records of every table after recovery, from a copy."""
-    with build(as_left(path, target), resume=True) as optimizer:
+    with build(as_left(path, target), resume=True, **options) as optimizer:
         return {
             name: table.backend.read(np.arange(len(table))) for name, table in optimizer._state.tables.items()
         }
 
 
 @contextmanager
-def reading_once(monkeypatch, function):
+def reading_once(monkeypatch, backend, function):
     """Let the next read of a view return what a function does, which is given how to read."""
 
     def read(self, rows, out=None):
-        monkeypatch.setattr(MemmapBackend, "read", READ)
-        records = function(lambda: READ(self, rows))
+        monkeypatch.setattr(backend, "read", READ[backend])
+        records = function(lambda: READ[backend](self, rows))
         if out is None:
             return records
         out[:] = records
         return out
 
-    monkeypatch.setattr(MemmapBackend, "read", read)
+    monkeypatch.setattr(backend, "read", read)
     yield
-    assert MemmapBackend.read is READ, "nothing was read"
+    assert backend.read is READ[backend], "nothing was read"
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_a_step_that_ends_while_its_rows_are_read(tmp_path, monkeypatch, before):
+def test_a_step_that_ends_while_its_rows_are_read(tmp_path, monkeypatch, kind, before):
     """The first step of a life, and later ones: what was read in the middle of it is read again."""
-    with build(tmp_path / "state") as optimizer:
+    with build(tmp_path / "state", **kind[1]) as optimizer:
         train(optimizer, before)
         commit, seen = StateDirectory.commit, []
 
@@ -78,7 +85,7 @@ def test_a_step_that_ends_while_its_rows_are_read(tmp_path, monkeypatch, before)
 
         with open_state(tmp_path / "state") as state:
             old = state["entity"].read(ROWS)
-            with reading_once(monkeypatch, step):
+            with reading_once(monkeypatch, kind[0], step):
                 found = state["entity"].read(ROWS)
             assert found.tobytes() == state["entity"].read(ROWS).tobytes()
             assert found.tobytes() != old.tobytes()
@@ -86,7 +93,7 @@ def test_a_step_that_ends_while_its_rows_are_read(tmp_path, monkeypatch, before)
 
 
 @pytest.mark.parametrize("moment", ["restored", "told", "over"])
-def test_a_step_that_is_undone_while_its_rows_are_read(tmp_path, monkeypatch, moment):
+def test_a_step_that_is_undone_while_its_rows_are_read(tmp_path, monkeypatch, kind, moment):
     """They are read half-way through it; the reader looks at the journal at some moment of the undoing."""
     reached, go_on = threading.Event(), threading.Event()
     half_way, seen = threading.Event(), threading.Event()
@@ -109,7 +116,7 @@ def test_a_step_that_is_undone_while_its_rows_are_read(tmp_path, monkeypatch, mo
 
         return waiting
 
-    with build(tmp_path / "state") as optimizer:
+    with build(tmp_path / "state", **kind[1]) as optimizer:
         train(optimizer, 3)
         monkeypatch.setattr(dsa.optimizers.stepping, "update_in_place", update_and_wait)
         monkeypatch.setattr(dsa.state.journal, "write_slot", wait_at("restored", write_slot))
@@ -137,7 +144,7 @@ def test_a_step_that_is_undone_while_its_rows_are_read(tmp_path, monkeypatch, mo
 
         with open_state(tmp_path / "state") as state:
             old = state["entity"].read(ROWS)
-            with reading_once(monkeypatch, read_half_way):
+            with reading_once(monkeypatch, kind[0], read_half_way):
                 found = state["entity"].read(ROWS)
             go_on.set()
             thread.join(DEADLINE)
@@ -148,12 +155,12 @@ def test_a_step_that_is_undone_while_its_rows_are_read(tmp_path, monkeypatch, mo
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_what_a_killed_process_has_left_half_way(tmp_path, monkeypatch, before):
+def test_what_a_killed_process_has_left_half_way(tmp_path, monkeypatch, kind, before):
     """Read as recovery will read it: the step that was under way has not happened."""
-    with build(tmp_path / "state") as optimizer:
+    with build(tmp_path / "state", **kind[1]) as optimizer:
         train(optimizer, before)
         stored = {
-            name: READ(table.backend, np.arange(len(table)))
+            name: READ[kind[0]](table.backend, np.arange(len(table)))
             for name, table in optimizer._state.tables.items()
         }
         with open_state(tmp_path / "state") as state:
@@ -180,7 +187,7 @@ def test_what_a_killed_process_has_left_half_way(tmp_path, monkeypatch, before):
             raw = np.asarray(state[name]["t"])
             assert (raw != records["t"]).any(), "the files themselves hold a part of the step"
     assert verify(tmp_path / "left").ok
-    for name, records in as_recovered(tmp_path / "left", tmp_path / "again").items():
+    for name, records in as_recovered(tmp_path / "left", tmp_path / "again", **kind[1]).items():
         assert records.tobytes() == stored[name].tobytes()
 
 
@@ -214,9 +221,9 @@ LOOKED_INTO = {module.__file__ for module in (dsa.state.journal, dsa.state.trans
 
 @pytest.mark.parametrize("refusing", [False, True])
 @pytest.mark.parametrize("before", [0, 3])
-def test_a_view_of_what_a_process_has_left_at_any_line(tmp_path, before, refusing):
+def test_a_view_of_what_a_process_has_left_at_any_line(tmp_path, kind, before, refusing):
     """It stands where recovery will make the state stand, before the step or after it."""
-    with build(tmp_path / "state") as optimizer:
+    with build(tmp_path / "state", **kind[1]) as optimizer:
         train(optimizer, before)
         told = pytest.raises(GradientError, match="float32") if refusing else nullcontext()
         with told, _CopyAtLines(tmp_path / "state", tmp_path / "left") as copies:
@@ -227,7 +234,7 @@ def test_a_view_of_what_a_process_has_left_at_any_line(tmp_path, before, refusin
             steps.add(state.global_step)
             seen = {name: state[name].read(np.arange(source.rows)) for name, source in TABLES.items()}
             seen_step = state.global_step
-        with build(path, resume=True) as again, open_state(path) as state:
+        with build(path, resume=True, **kind[1]) as again, open_state(path) as state:
             assert again.global_step == seen_step, place
             for name, records in seen.items():
                 recovered = state[name].read(np.arange(len(records)))
@@ -256,7 +263,7 @@ def test_a_view_after_damage_to_the_header(tmp_path):
         assert state["entity"].read(ROWS).tobytes() == whole.tobytes()
 
 
-def test_the_gates_are_those_of_a_step_in_place(tmp_path):
+def test_the_gates_are_those_of_a_step_in_place(tmp_path, kind):
     """Were steps staged again, the tests above would hold nothing open."""
-    with build(tmp_path) as optimizer:
+    with build(tmp_path, **kind[1]) as optimizer:
         assert optimizer._state.can_be_in_place(list(optimizer._state.tables.values()))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from nursery import start
 
-from dsa.backends import Memmap
+from dsa.backends import Memmap, Zarr
 from dsa.checkpoint.delta import open_content
 from dsa.checkpoint.reading import open_checkpoint
 from dsa.checkpoint.transfer import export_state, import_state, make_state
@@ -40,7 +40,7 @@ from dsa.rules.updates import UpdateRule, rule_to_json
 from dsa.schema import TORN, Field, Schema, adam_schema, read_numbers, store_numbers, with_dtypes
 from dsa.state.opening import open_directory
 from dsa.state.replacement import change_curvature
-from dsa.state.storage import StorageChoice, table_spec
+from dsa.state.storage import Queue, StorageChoice, table_spec
 from dsa.state.table import read_records, read_weights
 
 ROWS, DIM, BATCH = 311, 6, 40
@@ -270,6 +270,26 @@ def test_training_goes_on_where_it_was_left(tmp_path, case):
         assert state.tables["entity"].steps == 5
         train(state, case, 12, threads=2)
         assert contents(state) == whole
+
+
+def test_the_same_bytes_in_place_and_staged(tmp_path, case):
+    """On one thread and on two, too; `tests/optimizers/test_in_place.py` draws batches for Adam."""
+    ways = {
+        "process": {},
+        "none": {"durability": "none"},
+        "zarr": {"backend": Zarr(shard_bytes=2048)},
+        "zarr, none": {"backend": Zarr(shard_bytes=2048), "durability": "none"},
+        "power": {"durability": "power"},
+        "queue": {"queue": Queue()},
+        "zstd": {"backend": Zarr(compression="zstd", shard_bytes=4096)},
+    }
+    found = {}
+    for way, choice in ways.items():
+        with opened(tmp_path / way, case, **choice) as state:
+            assert state.can_be_in_place(list(state.tables.values())) == (way in list(ways)[:4])
+            train(state, case, 6, threads=1 + len(found) % 2)
+            found[way] = contents(state)
+    assert len(set(found.values())) == 1, {way: hash(each) for way, each in found.items()}
 
 
 def test_a_step_changes_the_rows_of_its_batch_alone(tmp_path, case):
