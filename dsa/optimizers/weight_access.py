@@ -14,6 +14,7 @@ from torch.nn import functional
 from dsa.kernels.rows import add_rows
 from dsa.optimizers.lookup import look_up
 from dsa.optimizers.tensors import to_array
+from dsa.schema import Rows
 
 if TYPE_CHECKING:
     from dsa.optimizers.disk_parameter import DiskParameter
@@ -149,13 +150,12 @@ def bag_rows(
     """
     if not require_bags(inverse, offsets, include_last_offset):
         return values[:0]  # torch reads memory that is not there
-    tracked = torch.is_grad_enabled() and values.requires_grad
     plain = mode == "sum" and per_sample_weights is None and padding is None
-    if tracked and plain and values.dtype == torch.float32 and values.device.type == "cpu":
-        sums: torch.Tensor = _Sums.apply(  # type: ignore[no-untyped-call]
-            values, inverse, offsets, include_last_offset
-        )
-        return sums
+    if plain and values.dtype == torch.float32 and values.device.type == "cpu":
+        bags = _bag_of_each(inverse, offsets, include_last_offset)
+        if bags is not None:
+            sums: torch.Tensor = _Sums.apply(values, inverse, *bags)  # type: ignore[no-untyped-call]
+            return sums
     return functional.embedding_bag(
         inverse,
         values,
@@ -167,11 +167,26 @@ def bag_rows(
     )
 
 
-class _Sums(torch.autograd.Function):
-    """Sums of bags of rows, whose gradients are added up in the order of the ids, as a step does.
+def _bag_of_each(
+    inverse: torch.Tensor, offsets: torch.Tensor | None, include_last_offset: bool
+) -> tuple[Rows, int] | None:
+    """Return which bag each position is in, and how many bags there are; None where torch is to judge."""
+    if offsets is None:
+        if inverse.dim() != 2:
+            return None
+        return np.repeat(np.arange(len(inverse)), inverse.shape[1]), len(inverse)
+    starts = to_array(offsets)
+    if inverse.dim() != 1 or starts[0] != 0 or starts[-1] > len(inverse):
+        return None
+    lengths = np.diff(starts if include_last_offset else np.append(starts, len(inverse)))
+    return np.repeat(np.arange(len(lengths)), lengths), len(lengths)
 
-    torch's own order is that of an unstable sort; it takes six times as long, and wakes threads that keep the
-    cores busy afterwards.
+
+class _Sums(torch.autograd.Function):
+    """Sums of bags of rows; they and their gradients are added up in the order of the ids, as a step does.
+
+    One thread does it sooner than torch wakes its own, which then keep the cores busy. The order of torch's
+    gradients is that of an unstable sort.
     """
 
     @staticmethod
@@ -179,30 +194,32 @@ class _Sums(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401 - torch's context
         values: torch.Tensor,
         inverse: torch.Tensor,
-        offsets: torch.Tensor | None,
-        include_last_offset: bool,
+        bags: Rows,
+        count: int,
     ) -> torch.Tensor:
-        ctx.save_for_backward(inverse, offsets)
-        ctx.shape, ctx.include_last_offset = values.shape, include_last_offset
-        return functional.embedding_bag(
-            inverse, values, offsets, mode="sum", include_last_offset=include_last_offset
-        )
+        ctx.save_for_backward(inverse)
+        ctx.bags, ctx.shape = bags, values.shape
+        return _added(values, bags, to_array(inverse).reshape(-1), (count, values.shape[1]), gather=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # noqa: ANN401
-        inverse, offsets = ctx.saved_tensors
-        sums = torch.zeros(ctx.shape)
-        if inverse.numel() == 0:
-            return sums, None, None, None  # torch enlarges it, which it can't where numpy has looked at it
-        bags, positions = len(grad), to_array(inverse).reshape(-1)
-        if offsets is None:
-            lengths = np.full(bags, inverse.shape[1])
-        else:
-            starts = to_array(offsets).astype(np.int64)
-            lengths = np.diff(starts if ctx.include_last_offset else np.append(starts, len(positions)))
-        add_rows(to_array(grad.contiguous()), np.repeat(np.arange(bags), lengths), positions, sums.numpy())
+        (inverse,) = ctx.saved_tensors
+        sums = _added(grad, ctx.bags, to_array(inverse).reshape(-1), tuple(ctx.shape), gather=False)
         return sums, None, None, None
+
+
+def _added(
+    values: torch.Tensor, bags: Rows, positions: Rows, shape: tuple[int, int], *, gather: bool
+) -> torch.Tensor:
+    """Return sums of rows by bag, or by position of what is given by bag."""
+    if len(bags) == 0:
+        return torch.zeros(shape)  # torch enlarges a gradient without rows, which it can't do to numpy's
+    sums = np.zeros(shape, np.float32)  # torch's zeros wake its threads
+    positions = positions[: len(bags)]
+    sources, targets = (positions, bags) if gather else (bags, positions)
+    add_rows(to_array(values.contiguous()), sources, targets, sums)
+    return torch.from_numpy(sums)
 
 
 def require_bags(ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offset: bool) -> bool:
