@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from typing import Any, Final, cast, final
@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsa.backends.base import Layout
+from dsa.checkpoint.by_id import RecordsById
 from dsa.checkpoint.meter import Advance, Progress, metered
 from dsa.checkpoint.places import StorageOptions
 from dsa.inspection.subjects import Kind, Subject, open_subject
-from dsa.schema import Records, read_numbers
+from dsa.schema import Records, is_keyed, read_numbers
 from dsa.state.content import TableContent
+from dsa.state.keys import owned_rows
 
 __all__ = ["Comparison", "FieldComparison", "Side", "TableComparison", "diff"]
 
@@ -49,7 +51,8 @@ class FieldComparison:
         name: ``w``, ``m``, ``v``, ``t`` or ``s``.
         rows: How many rows differ, bit by bit.
         largest: The largest absolute difference of two numbers; not a number where one of them is none.
-        largest_row: The first row in which it is, or None when no row differs.
+        largest_row: The first row in which it is, or None when no row differs. Where rows belong to ids, the
+            id; likewise in what follows.
         first_rows: The first rows that differ.
     """
 
@@ -69,7 +72,8 @@ class TableComparison:
         name: The user's name for it.
         facts: What differs of rows, dim, k, steps, rule and fields, by name: what the first says and
             what the second says; of fields, those that the other lacks.
-        compared: Rows that were compared; 0 where the shapes differ.
+        compared: Rows that were compared; 0 where the shapes differ. Rows that belong to ids are compared
+            with those of the same ids, wherever they are, and `facts` tells how many ids the other lacks.
         rows: How many of them differ in any field.
         fields: Of the fields that both have in the same form.
     """
@@ -184,6 +188,9 @@ def _side(subject: Subject) -> Side:
 def _compare(a: TableContent, b: TableContent, advance: Advance) -> TableComparison:
     facts = {name: both for name, both in _facts(a, b).items() if both[0] != both[1]}
     shared = [each.name for each in a.schema.fields if each in b.schema.fields]
+    if is_keyed(a.schema) and is_keyed(b.schema) and a.schema.dim == b.schema.dim:
+        facts.pop("rows", None)  # how many are free is nobody's concern
+        return _compare_ids(a, b, facts, [name for name in shared if name not in ("id", "live")], advance)
     if a.rows != b.rows or a.schema.dim != b.schema.dim or not shared:
         return TableComparison(a.name, facts, 0, 0, ())
     counters = [_Counter(name) for name in shared]
@@ -191,11 +198,45 @@ def _compare(a: TableContent, b: TableContent, advance: Advance) -> TableCompari
     for first, one, other in _pairs(a, b):
         if not _is_equal(one, other):
             rows = np.zeros(len(one), np.bool_)
+            numbers = np.arange(first, first + len(one))
             for counter in counters:
-                rows |= counter.take(first, one, other)
+                rows |= counter.take(numbers, one, other)
             different += int(np.count_nonzero(rows))
         advance(one.nbytes + other.nbytes)
     return TableComparison(a.name, facts, a.rows, different, tuple(counter.result() for counter in counters))
+
+
+def _compare_ids(
+    a: TableContent,
+    b: TableContent,
+    facts: dict[str, tuple[Any, Any]],
+    shared: Sequence[str],
+    advance: Advance,
+) -> TableComparison:
+    """Compare the rows of equal ids, wherever they are; `b` is copied aside for it."""
+    counters = [_Counter(name) for name in shared]
+    different = ours = both = 0
+    with RecordsById(b) as others:
+        advance(b.rows * b.schema.dtype.itemsize)
+        for _, records in a.blocks():
+            owned = records[owned_rows(records)]
+            ids = np.ascontiguousarray(owned["id"])
+            places = others.find(ids)
+            there = places >= 0
+            one, other = owned[there], others.read(places[there])
+            rows = np.zeros(len(one), np.bool_)
+            for counter in counters:
+                rows |= counter.take(ids[there], one, other)
+            ours, both = ours + len(owned), both + len(one)
+            different += int(np.count_nonzero(rows))
+            advance(records.nbytes)
+        theirs = len(others)
+    alone = ours - both, theirs - both
+    if any(alone):
+        facts = {**facts, "ids that the other lacks": alone}
+    different += sum(alone)
+    results = tuple(counter.result() for counter in counters)
+    return TableComparison(a.name, facts, ours + theirs - both, different, results)
 
 
 def _facts(a: TableContent, b: TableContent) -> dict[str, tuple[Any, Any]]:
@@ -259,11 +300,11 @@ class _Counter:
         self._largest_row: int | None = None
         self._first: list[int] = []
 
-    def take(self, first: int, a: Records, b: Records) -> NDArray[np.bool_]:
+    def take(self, numbers: NDArray[np.int64], a: Records, b: Records) -> NDArray[np.bool_]:
         """Take in the next rows, and return which of them differ.
 
         Args:
-            first: The first row.
+            numbers: ``(B,)`` what tells the rows: their numbers, or the ids that they belong to.
             a: ``(B,)`` records.
             b: ``(B,)`` records.
         """
@@ -273,19 +314,19 @@ class _Counter:
         places = np.flatnonzero(rows)
         if len(places):
             self._rows += len(places)
-            self._first += (first + places[: _FIRST_ROWS - len(self._first)]).tolist()
+            self._first += numbers[places[: _FIRST_ROWS - len(self._first)]].tolist()
             name = self._name
-            self._measure(first, places, read_numbers(a[places], name), read_numbers(b[places], name))
+            self._measure(numbers[places], read_numbers(a[places], name), read_numbers(b[places], name))
         return cast("NDArray[np.bool_]", rows)
 
-    def _measure(self, first: int, places: NDArray[Any], one: NDArray[Any], other: NDArray[Any]) -> None:
+    def _measure(self, numbers: NDArray[np.int64], one: NDArray[Any], other: NDArray[Any]) -> None:
         with np.errstate(invalid="ignore", over="ignore"):
-            sizes = np.abs(one.astype(np.float64) - other.astype(np.float64)).reshape(len(places), -1)
+            sizes = np.abs(one.astype(np.float64) - other.astype(np.float64)).reshape(len(numbers), -1)
         each = sizes.max(axis=1)  # not a number if one of a row's is none
         worst = int(np.argmax(each))  # the first that is not a number, if one is
         known = math.isnan(self._largest)
         if self._largest_row is None or (not known and not each[worst] <= self._largest):
-            self._largest, self._largest_row = float(each[worst]), first + int(places[worst])
+            self._largest, self._largest_row = float(each[worst]), int(numbers[worst])
 
     def result(self) -> FieldComparison:
         """Return what was counted."""

@@ -13,7 +13,7 @@ from dsa.backends.id_map import IdMap
 from dsa.errors import StateCorruptError
 from dsa.schema import Records, is_keyed
 from dsa.state.content import TableContent
-from dsa.state.keys import index_files, owned_rows
+from dsa.state.keys import index_files, index_token, owned_rows
 
 __all__ = ["OwnersCheck", "bad_owners"]
 
@@ -63,19 +63,21 @@ class OwnersCheck:
             self._end = first + int(written[-1]) + 1
         return problems
 
-    def compare(self, file: Path, token: str) -> tuple[list[str], list[str]]:
+    def compare(self, file: Path, moment: str) -> tuple[list[str], list[str]]:
         """Compare the index of a state that was closed with what was taken in.
 
         Args:
             file: The table's file.
-            token: With which the index was closed.
+            moment: At which the index was closed, see `dsa.state.keys.index_token`.
 
         Returns:
             What is wrong, and what is good to know.
         """
         with ExitStack() as opened:
             try:
-                ids, freed = (IdMap.open(path, token, writable=False) for path in index_files(file))
+                ids, freed = (
+                    IdMap.open(path, index_token(moment, path), writable=False) for path in index_files(file)
+                )
             except StateCorruptError:
                 return [], [
                     f"the index of the ids of table {self._table!r} is made anew with the next opening"

@@ -200,3 +200,26 @@ def test_a_checkpoint_in_which_an_id_has_two_rows_is_not_whole(trained, tmp_path
         "rows 0 and 1 of table 'embedding' both belong to the id 5"
         in dsa.verify(tmp_path / "bad").problems[0]
     )
+
+
+def test_tables_are_compared_by_id(tmp_path):
+    """However rows were given out, grown and freed."""
+    ids = torch.tensor([5, -7, 2**62, 9])
+    one, other = layer(tmp_path / "a"), layer(tmp_path / "b")
+    one.insert(ids)
+    other.insert(torch.arange(2_000) + 100)
+    other.delete(torch.arange(2_000) + 100)
+    other.insert(ids.flip(0))
+    (table,) = dsa.diff(tmp_path / "a", tmp_path / "b").tables
+    assert (table.same, table.compared, table.rows) == (True, 4, 0)
+    other.set_rows(torch.tensor([-7]), torch.full((1, DIM), 9.0))
+    one.delete(torch.tensor([9]))
+    one.insert(torch.tensor([1, 2]))
+    other.export_checkpoint(tmp_path / "c")
+    (table,) = dsa.diff(tmp_path / "a", tmp_path / "c").tables
+    assert table.facts == {"ids that the other lacks": (2, 1)}
+    assert (table.compared, table.rows) == (6, 4)
+    weights = next(each for each in table.fields if each.name == "w")
+    assert (weights.rows, weights.first_rows, weights.largest_row) == (1, (-7,), -7)
+    one.close()
+    other.close()
