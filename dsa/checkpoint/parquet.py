@@ -35,7 +35,7 @@ def write_parquet(table: TableContent, file: BinaryIO, *, advance: Advance) -> N
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(
-            f"table {table.name!r} can't be written as Parquet without pyarrow: pip install 'dsa[parquet]'"
+            f"table {table.name!r} can't be written as Parquet without pyarrow: pip install pyarrow"
         ) from error
     dim = table.schema.dim
     schema = pyarrow.schema(

@@ -338,7 +338,7 @@ def test_second_moments_in_flat_space(make, second_moment):
 
 def test_a_second_moment_that_the_table_has_no_room_for(make):
     with pytest.raises(
-        StateMismatchError, match=r"use second_moment='row', .*state='rowwise_adam' with second_moment='row'"
+        StateMismatchError, match=r"use second_moment='row', or make the table with state='adam'"
     ):
         make.adam(make.disk(2, 2, state="rowwise_adam"))
     with pytest.raises(

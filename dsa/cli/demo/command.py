@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--edges", type=Path, metavar="FILE", help="lines of child, tab, ancestor (WordNet's mammals)"
     )
     parser.add_argument(
+        "--columns",
+        type=_columns_argument,
+        metavar="C,A",
+        help="where child and ancestor stand in lines of more columns, such as 1,3",
+    )
+    parser.add_argument(
         "--closure", action="store_true", help="the edges name direct parents: add all ancestors first"
     )
     for flag, name, kind, text in _SETTINGS:
@@ -77,7 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the run lives (./dsa-demo)",
     )
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("--resume", action="store_true", help="continue the run in the directory")
+    start.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in the directory, with --epochs for more of them",
+    )
     start.add_argument("--fresh", action="store_true", help="replace the run in the directory")
     parser.add_argument("--save", type=Path, metavar="FILE.npz", help="write names and vectors")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="the ball (DISK_DIR/ball.png)")
@@ -85,6 +95,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eval-nodes", type=int, default=20_000, help="most nodes to take MAP and mean rank over (20,000)"
     )
+
+
+def _columns_argument(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts) or "0" in map(str.strip, parts):
+        raise argparse.ArgumentTypeError(f"{text!r} names no two columns: write, say, 1,3")
+    first, second = map(int, parts)
+    if first == second:
+        raise argparse.ArgumentTypeError(f"{text!r} names one column twice: write, say, 1,3")
+    return first, second
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,7 +142,11 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def _load_graph(arguments: argparse.Namespace) -> Graph:
-    edges = read_mammals() if arguments.edges is None else read_edges(arguments.edges)
+    if arguments.columns is not None and arguments.edges is None:
+        raise ValueError("--columns says where child and ancestor stand in a file: pass --edges, too")
+    edges = read_mammals() if arguments.edges is None else read_edges(arguments.edges, arguments.columns)
+    for note in edges.notes:
+        print(f"note: {note}", flush=True)
     return build_graph(transitive_closure(edges) if arguments.closure else edges)
 
 

@@ -8,7 +8,7 @@ the rows; the loss beside the settings is for display.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -91,7 +91,8 @@ def load_run(directory: Path, graph: Graph, given: dict[str, Any]) -> Run:
     Raises:
         StateNotFoundError: there is no description.
         StateCorruptError: it can't be read.
-        StateMismatchError: the run has another graph, or a setting with another value.
+        StateMismatchError: the run has another graph, or a setting with another value; more epochs than it
+            has had are taken, and its learning rate then falls to their end.
     """
     run = _parse(directory / _NAME)
     if run.fingerprint != graph.fingerprint():
@@ -100,6 +101,9 @@ def load_run(directory: Path, graph: Graph, given: dict[str, Any]) -> Run:
             "--closure), --fresh to start over, or another --disk-dir"
         )
     stored = run.settings.to_json()
+    if (epochs := given.get("epochs")) is not None and epochs > run.settings.epochs:
+        run = replace(run, settings=replace(run.settings, epochs=epochs))
+        stored["epochs"] = epochs
     for name, value in given.items():
         if value is not None and value != stored[name]:
             raise StateMismatchError(

@@ -63,6 +63,34 @@ def test_a_run_prints_draws_and_saves(place, capsys):
     assert result["disk_apparent"] == sum(file.st_size for file in files)
 
 
+def test_a_finished_run_goes_on_for_more_epochs(place, capsys):
+    assert program.main(arguments(place, "--epochs", 2)) == 0
+    assert program.main(arguments(place, "--resume", "--epochs", 4)) == 0
+    out = capsys.readouterr().out
+    assert "epoch 2 of 2: loss" in out
+    assert "epoch 4 of 4: loss" in out
+    assert "epoch 2 of 4" not in out
+    assert program.main(arguments(place, "--resume", "--epochs", 3)) == 1
+    assert "has epochs=4 but 3 is asked for" in capsys.readouterr().err
+
+
+def test_columns_and_notes(tmp_path, capsys):
+    (tmp_path / "triples.tsv").write_text(
+        "head\trelation\ttail\n" + "".join(f"n{i}\tis a\tn{(i - 1) // 3}\n" for i in range(1, 40))
+    )
+    run = ["demo", "--edges", str(tmp_path / "triples.tsv"), "--columns", "1,3", *QUICK]
+    assert program.main([*run, "--disk-dir", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "triples.tsv, line 1: 'head\\ttail' looks like a heading and is taken as an edge" in out
+    assert "42 nodes, 40 edges\n" in out
+    for wrong in ("1", "0,2", "2,2", "a,b"):
+        with pytest.raises(SystemExit):
+            program.main(["demo", "--edges", "x", "--columns", wrong])
+        assert "write, say, 1,3" in capsys.readouterr().err
+    assert program.main(["demo", "--columns", "1,3", "--disk-dir", str(tmp_path / "other")]) == 1
+    assert "pass --edges, too" in capsys.readouterr().err
+
+
 def test_mammals_are_the_default(tmp_path, capsys):
     assert (
         program.main(["demo", "--epochs", "1", "--disk-dir", str(tmp_path / "run"), "--eval-nodes", "50"])

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,12 @@ def test_another_setting_is_refused(tmp_path, tree, run, given, message):
     save_run(tmp_path, run)
     with pytest.raises(StateMismatchError, match=message):
         load_run(tmp_path, tree, given)
+
+
+def test_more_epochs_are_taken(tmp_path, tree, run):
+    save_run(tmp_path, run)
+    more = load_run(tmp_path, tree, {"epochs": 400})
+    assert more == replace(run, settings=replace(run.settings, epochs=400))
 
 
 def test_another_graph_is_refused(tmp_path, tree, run):

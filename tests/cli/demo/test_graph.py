@@ -1,3 +1,6 @@
+import gzip
+import re
+
 import numpy as np
 import pytest
 
@@ -50,8 +53,11 @@ def test_a_file_may_have_windows_line_ends_a_byte_order_mark_and_empty_lines(tmp
     [
         (b"a\tb\na\tb\tc\n", r"line 2: 'a\\tb\\tc' has 3 column\(s\): write a child and an ancestor"),
         (b"a b\n", r"line 1: 'a b' has 1 column\(s\)"),
-        (b"a\tb\n\n\t\n", r"line 3: '' has an empty name"),
-        (b"a\t \n", r"line 1: 'a' has an empty name"),
+        (b"a\tb\n\n\t\n", r"line 3: '\\t' has an empty name"),
+        (b"a\t \n", r"line 1: 'a\\t ' has an empty name"),
+        (b"a\tb\t\n", r"line 1: 'a\\tb\\t' has 3 column\(s\): .* --columns, such as 1,3"),
+        (b"x" * 100_000, r"line 1: 'x{80}'... of 100,000 characters has 1 column\(s\)"),
+        (gzip.compress(b"a\tb\n"), r"is packed by gzip: pass what gunzip"),
         (b"a\tb\n\xff\tb\n", r"line 2: .*can't decode.*: save the file as UTF-8"),
         (b"", r"holds no edge between two nodes: write lines"),
         (b"a\ta\n", r"holds no edge between two nodes: write lines"),
@@ -63,6 +69,44 @@ def test_what_cannot_be_read_is_named_with_its_line(tmp_path, content, message):
     with pytest.raises(GraphError, match=message) as caught:
         read_edges(path)
     assert str(path) in str(caught.value)
+
+
+def test_lines_of_blanks_are_skipped():
+    assert parse_edges(["a\tb", "   ", "\u00a0", "c\tb"]).names == ("a", "b", "c")
+
+
+def test_columns_are_chosen():
+    lines = ["cat\thypernym\tfeline", "dog\thypernym\tcanine\textra"]
+    assert parse_edges(lines, columns=(1, 3)).names == ("cat", "feline", "dog", "canine")
+    turned = parse_edges(lines, columns=(3, 1))
+    assert [turned.names[child] for child in turned.children] == ["feline", "canine"]
+    with pytest.raises(GraphError, match=r"line 1: .* has 3 column\(s\), but columns 1 and 4 are asked for"):
+        parse_edges(lines, columns=(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("lines", "note"),
+    [
+        (["id1\tid2", "a\tb"], r"line 1: 'id1\\tid2' looks like a heading and is taken as an edge"),
+        (["", "# FromNodeId\tToNodeId", "a\tb"], r"line 2: '# From.*looks like a heading"),
+        (["child\tparent", "a\tb"], r"line 1: .*looks like a heading"),
+        (["dog\ta", '"dog"\ta'], r"""line 2: '"dog"' is another node than 'dog'$"""),
+        (["a\tb ", "a\tb"], r"line 1: 'b ' is another node than 'b'$"),
+        (["a\u00a0\tb", "a\tb", "b \ta"], r"'a\\xa0' is another node than 'a' \(and 1 more such names\)"),
+        (["a \tb"], r"line 1: 'a ' has blanks around it and is not 'a'$"),
+    ],
+)
+def test_what_looks_like_a_mistake_is_noted_and_taken_as_it_stands(lines, note):
+    edges = parse_edges(lines)
+    (found,) = edges.notes
+    assert re.search(note, found)
+    assert len(edges.children) == sum(1 for line in lines if line)
+
+
+def test_names_of_all_kinds_are_no_mistake():
+    lines = ["#1\t#2", "#2\t#3", "parent\tchild", "parent\tx", "c d\t'tis", "id1\tid2", 'Q"\tb']
+    assert parse_edges(lines).notes == ()
+    assert read_mammals().notes == ()
 
 
 def test_a_graph_needs_an_edge():
