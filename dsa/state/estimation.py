@@ -11,7 +11,7 @@ from dsa.backends.base import Layout
 from dsa.backends.layouts import Memmap
 from dsa.rules.conventions import SecondMoment
 from dsa.rules.known import rule_of
-from dsa.schema import Schema
+from dsa.schema import Schema, keyed
 from dsa.state.journal_format import BODY, layout_of
 from dsa.state.storage import narrowed
 
@@ -19,6 +19,8 @@ __all__ = ["Estimate", "estimate"]
 
 _NOTE_BYTES: Final = 128
 _JOURNAL_BYTES: Final = 1 << 20
+_INDEX_BYTES: Final = 40
+"""Bytes of the index for an id, at most: slots of 16 bytes, two fifths of a new segment's being taken."""
 
 
 @final
@@ -36,6 +38,7 @@ class Estimate:
         journal: The journal of a state with this table alone, for steps of `batch` rows; beside the file
             while the state is open, and until the next opening after a kill. ``durability="power"`` and
             ``async_writes`` keep more, 64 MiB at least.
+        index: From ids to rows, at most, where rows belong to ids; beside the file.
     """
 
     fields: dict[str, int]
@@ -44,6 +47,7 @@ class Estimate:
     while_exporting: int
     record: int
     journal: int
+    index: int = 0
 
 
 def estimate(
@@ -55,6 +59,7 @@ def estimate(
     state_dtype: str | Mapping[str, str] | None = None,
     backend: Layout | None = None,
     batch: int = 16_384,
+    ids: bool = False,
 ) -> Estimate:
     """Return what a table will take on disk.
 
@@ -67,6 +72,7 @@ def estimate(
             some fields.
         backend: The layout; the default one when None.
         batch: Distinct rows of the largest step, on which the journal's size depends.
+        ids: Whether the rows belong to ids, which are stored with them.
 
     Example:
         >>> estimate(10_000_000, 128).fields["w"], estimate(10_000_000, 128).logical
@@ -75,6 +81,8 @@ def estimate(
         5160000000
         >>> estimate(10_000_000, 128, state_dtype="bfloat16").logical
         10280000000
+        >>> estimate(10_000_000, 128, ids=True).index
+        400000000
     """
     rows = operator.index(rows)
     if rows < 1:
@@ -83,12 +91,14 @@ def estimate(
     if batch < 1:
         raise ValueError(f"batch={batch!r} is out of range: pass at least 1")
     schema = narrowed(rule_of(second_moment, rule).schema(dim), state_dtype)
+    schema = keyed(schema) if ids else schema
     fields = {field.name: rows * schema.field_bytes(field) for field in schema.fields}
     logical = sum(fields.values()) - fields["s"]
     layout = Memmap() if backend is None else backend
     journal = _journal_bytes(min(batch, rows), schema, layout)
     sizes = layout.sizes(rows, schema)
-    return Estimate(fields, logical, sizes.filled, sizes.filled + logical, sizes.record, journal)
+    index = rows * _INDEX_BYTES if ids else 0
+    return Estimate(fields, logical, sizes.filled, sizes.filled + logical, sizes.record, journal, index)
 
 
 def _journal_bytes(batch: int, schema: Schema, layout: Layout) -> int:

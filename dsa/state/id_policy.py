@@ -6,8 +6,10 @@ grow old; a cap alone forgets what is still in use on a quiet day. So there are 
 and a floor below which age takes nothing.
 
 What is evicted is a function of the step and the stored rows, so that a run that was killed and resumed
-forgets the same ids. A step looks at a slice of the table, one after the other, so that no step waits for a
-pass over all of it; rows in the cap's way are the oldest of the slices that are looked at for them.
+forgets the same ids, but for what a batch had begun before the kill: ids that it has inserted count for the
+floor, and for how the table is divided into slices, and its arrivals are counted again. A step looks at a
+slice of the table, one after the other, so that no step waits for a pass over all of it; rows in the cap's
+way are the oldest of the slices that are looked at for them.
 """
 
 from __future__ import annotations

@@ -23,10 +23,12 @@ beside the table needs. The disk is measured for about two seconds with a scratc
 removed again: what a step takes whose rows all come from there. Rows in memory are faster by orders of
 magnitude; dsa bench measures them.
 
-JSON: rows, dim, second_moment, rule, state_dtype, backend, batch, fields, record, file, journal,
-logical, while_exporting, directory, available_bytes, available_memory, fits, measured."""
+JSON: rows, dim, second_moment, rule, state_dtype, backend, batch, ids, fields, record, file, journal,
+index, logical, while_exporting, directory, available_bytes, available_memory, fits, measured."""
 
 _MEANINGS: Final = {
+    "id": "whose row it is",
+    "live": "whether it is anybody's",
     "w": "weight",
     "m": "first moment",
     "v": "second moment",
@@ -67,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=16_384,
         help="distinct rows of the largest step, which the journal has to hold (16,384)",
     )
+    parser.add_argument("--ids", action="store_true", help="rows belong to ids")
     parser.add_argument(
         "--dir",
         type=directory_argument,
@@ -100,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         "state_dtype": arguments.state_dtype,
         "backend": layout,
     }
-    sizes = estimate(arguments.rows, arguments.dim, **chosen, batch=arguments.batch)
+    sizes = estimate(arguments.rows, arguments.dim, **chosen, batch=arguments.batch, ids=arguments.ids)
     times = None
     if arguments.measure:
         batches = sorted({64, 2_048, arguments.batch})
@@ -159,16 +162,18 @@ def _json(
         "state_dtype": arguments.state_dtype,
         "backend": arguments.backend,
         "batch": arguments.batch,
+        "ids": arguments.ids,
         "fields": sizes.fields,
         "record": sizes.record,
         "file": sizes.file,
         "journal": sizes.journal,
+        "index": sizes.index,
         "logical": sizes.logical,
         "while_exporting": sizes.while_exporting + sizes.journal,
         "directory": str(arguments.dir.absolute()),
         "available_bytes": free,
         "available_memory": memory,
-        "fits": sizes.file + sizes.journal <= free,
+        "fits": sizes.file + sizes.journal + sizes.index <= free,
         "measured": measured,
     }
 
@@ -191,11 +196,12 @@ def _lines(
         "a row": sizes.record,
         "the table on disk": sizes.file,
         f"journal, steps of {min(arguments.batch, arguments.rows):,} rows": sizes.journal,
+        **({"index of the ids, at most": sizes.index} if arguments.ids else {}),
         "with an uncompressed checkpoint": sizes.while_exporting + sizes.journal,
     }
     yield from aligned(["", "bytes", ""], [[name, f"{n:,}", size(n)] for name, n in bytes_of.items()])[1:]
     yield ""
-    needed = sizes.file + sizes.journal
+    needed = sizes.file + sizes.journal + sizes.index
     verdict = "it fits" if needed <= free else f"{size(needed - free)} too little"
     if needed <= free < sizes.while_exporting + sizes.journal:
         verdict = "it fits, a checkpoint has to go elsewhere"
