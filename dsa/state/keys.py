@@ -92,10 +92,8 @@ def index_token(moment: str | None, path: Path) -> str | None:
 
 def remove_index(file: Path) -> None:
     """Remove the index of a table's file, and its sketch, if there is one."""
-    for path in (
-        *index_files(file),
-        arrivals_file(file),
-    ):  # the ids first: without them the others say nothing
+    # The ids first: without them the others say nothing.
+    for path in (*index_files(file), arrivals_file(file)):
         path.unlink(missing_ok=True)
 
 
