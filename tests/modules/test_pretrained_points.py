@@ -6,6 +6,7 @@ import torch
 
 from dsa import DiskEmbedding, DiskSparseRiemannianAdam
 from dsa.errors import StateWarning
+from dsa.rules.manifolds import PoincareBall
 
 RADII = {1.0: 1.0, 0.25: 2.0}
 EDGE = 1.0 - 1e-5
@@ -82,3 +83,21 @@ def test_d31_a_fraction_that_is_given_holds_and_the_warning_names_the_one_that_k
 def test_d31_flat_tables_take_everything(tmp_path, make):
     start = points(1.7, 1.0)
     assert make(tmp_path / "state", start, 0.0).tobytes() == start.tobytes()
+
+
+@pytest.mark.parametrize("k", RADII)
+def test_to_geoopt_and_back(tmp_path, k):
+    geoopt = pytest.importorskip("geoopt")
+    first = torch.as_tensor(points(0.9999, k), dtype=torch.float32)
+    ids = torch.arange(len(first))
+    with torch.no_grad():
+        mine = DiskEmbedding.from_pretrained(first, freeze=False, k=k, state_dir=tmp_path / "mine")
+        theirs = geoopt.ManifoldParameter(mine(ids), manifold=geoopt.PoincareBall(c=k))
+        assert theirs.manifold.check_point_on_manifold(theirs.double())
+        back = DiskEmbedding.from_pretrained(theirs.detach(), freeze=False, k=k, state_dir=tmp_path / "back")
+        assert torch.equal(back(ids), first)
+    ours = PoincareBall(k).dist(first[:1].double().numpy(), first[1:].double().numpy())
+    ball = geoopt.PoincareBall(c=torch.tensor(k, dtype=torch.float64))
+    np.testing.assert_allclose(ours, ball.dist(first[:1].double(), first[1:].double()), rtol=1e-9)
+    mine.close()
+    back.close()
