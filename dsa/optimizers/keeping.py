@@ -25,10 +25,14 @@ _REMOVED: Final = "removed-"
 
 @final
 class CheckpointKeeper:
-    """Makes a checkpoint of a state's present step when a state dict is asked for, once for each step.
+    """Makes a checkpoint of a state's present step when a state dict is asked for.
+
+    There is one for each step, and one more whenever rows were set, given out or taken back since without a
+    step.
 
     Args:
-        place: The directory of the checkpoints, which are named ``step-N``.
+        place: The directory of the checkpoints, which are named ``step-N``, and from the second of a step on
+            ``step-N-2``.
         keep: How many to keep, at least 2, since a kill may come when a checkpoint is complete and the file
             that refers to it is not; None keeps all.
 
@@ -45,6 +49,8 @@ class CheckpointKeeper:
         self._place = Path(local_directory(place, "checkpoints")).absolute()
         self._keep = keep
         self._made: tuple[str, int, int] | None = None
+        self._written: list[tuple[int, int]] = []
+        self._times = 0
         self._reference: dict[str, str] | None = None
 
     def serve(self, state: StateDirectory) -> None:
@@ -73,12 +79,16 @@ class CheckpointKeeper:
         now = state.identity, state.replacements, state.global_step
         if state.global_step == 0:
             return None
-        if self._made != now:
+        written = [(len(table), table.rows_written) for table in state.tables.values()]
+        if (self._made, self._written) != (now, written):
             self._place.mkdir(parents=True, exist_ok=True)
-            # What is there already is of the same step of a run that was killed later and has gone back.
-            url = export_state(state, self._place / f"step-{state.global_step}", overwrite=True)
+            # What this object has made of the step is referred to. Anything else there is of a run that was
+            # killed later and has gone back.
+            self._times = self._times + 1 if self._made == now else 1
+            name = f"step-{state.global_step}" + (f"-{self._times}" if self._times > 1 else "")
+            url = export_state(state, self._place / name, overwrite=True)
             self._reference = {"url": url, "content_root": open_checkpoint(url).content_root}
-            self._made = now
+            self._made, self._written = now, written
             self._remove_old()
         return self._reference
 

@@ -351,6 +351,21 @@ def test_going_back_to_what_was_saved(make, tmp_path):
     assert_equal(everything(model), expected[1])
 
 
+def test_rows_that_are_set_without_a_step_are_in_the_next_file_and_not_in_the_last(make, tmp_path):
+    model, optimizer = build(make, checkpoints=tmp_path / "kept")
+    train(model, optimizer, range(3))
+    before, files = everything(model), [saved(model, optimizer)]
+    model.table.set_rows(torch.tensor([2, 7]), torch.full((2, 4), 9.0))
+    after = everything(model)
+    files += [saved(model, optimizer), saved(model, optimizer)]
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"step-3", "step-3-2"}
+    train(model, optimizer, range(3, 5))
+    for file, expected in zip(files, (before, after, after), strict=True):
+        restore(file, model, optimizer)
+        assert optimizer.global_step == 3
+        assert_equal(everything(model), expected)
+
+
 def test_the_same_step_of_another_course_is_not_taken_for_the_one_that_was_saved(make, tmp_path):
     """Gone back and on with other batches, the tables are at the step of a saved file, and are others."""
     model, optimizer = build(make, checkpoints=tmp_path / "kept")
