@@ -53,8 +53,8 @@ class Recommender(torch.nn.Module):
 def main(
     directory: str | os.PathLike[str],
     steps: int = 500,
-    users: int = 100_000,
-    items: int = 20_000,
+    users: int = 2_000,
+    items: int = 1_000,
     dim: int = 32,
     batch: int = 512,
 ) -> list[float]:
