@@ -95,9 +95,10 @@ class Holes:
     def follow(self, mapping: mmap.mmap, size: int) -> None:
         """Take in that the file has another length, and how it is mapped from now on."""
         self._mapping, self._size = mapping, size
-        pages = -(-size // _PAGE)
-        more = np.zeros(max(0, pages - len(self._filled)), np.bool_)
-        self._filled = np.concatenate([self._filled[:pages], more])
+        filled = np.zeros(-(-size // _PAGE), np.bool_)
+        known = np.flatnonzero(self._filled[: len(filled)])
+        filled[known] = True  # one by one: of a large file few are known, and zeros take no memory
+        self._filled = filled
 
     def under(self, starts: Rows, length: int) -> NDArray[np.bool_]:
         """Tell of stretches of the file whether some of their pages may be holes.
