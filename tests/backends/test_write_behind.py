@@ -72,7 +72,7 @@ class Waiting:
 
 
 class Held:
-    """A queue from which nothing is written until someone flushes or closes."""
+    """A queue from which nothing is written until someone flushes, lets it grow or closes."""
 
     def __init__(self, inner):
         self.asked = threading.Event()
@@ -86,6 +86,14 @@ class Held:
     def close(self):
         self.asked.set()
         self.queue.close()
+
+    def make_room(self, rows):
+        self.flush()
+        return self.queue.make_room(rows)
+
+    def adopt_rows(self, rows):
+        self.flush()
+        self.queue.adopt_rows(rows)
 
     def __len__(self):
         return len(self.queue)

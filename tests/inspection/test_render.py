@@ -32,7 +32,7 @@ def test_what_a_report_says(path, summary):
         "table", "rows", "dim", "k", "rule", "steps", "touched", "on", "disk", "logical",
     ]  # fmt: skip
     touched = summary.tables[0].touched_rows
-    assert lines[3].split()[:7] == ["entity", "300", "4", "1", "adam", "3", str(touched)]
+    assert lines[3].split()[:7] == ["entity", "300", "4", "1", "frame_adam", "3", str(touched)]
     assert lines[4].split()[:3] == ["flat", "40", "3"]
     for title in ("updates per row", "distance from the centre", "norm of the weight", "first moment"):
         assert title in text

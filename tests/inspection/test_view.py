@@ -11,7 +11,7 @@ from dsa import DiskSparseAdam, DiskSparseRiemannianAdam, init
 from dsa.backends import Memmap, Zarr
 from dsa.errors import CorruptRowError, RowIndexError, RowTypeError, StateClosedError
 from dsa.inspection import open_state
-from dsa.rules.adam import ADAM
+from dsa.rules.adam import FRAME_ADAM
 from dsa.state.metadata import table_file_name
 
 
@@ -24,7 +24,7 @@ def test_what_a_view_says_of_a_state(path):
         assert "other" not in state
         entity = state["entity"]
         assert (entity.name, entity.rows, entity.dim, entity.shape) == ("entity", 300, 4, (300, 4))
-        assert (entity.k, entity.steps, entity.rule) == (1.0, 3, ADAM)
+        assert (entity.k, entity.steps, entity.rule) == (1.0, 3, FRAME_ADAM)
         assert entity.initializer == TABLES["entity"]
         assert entity.fields == ("w", "m", "v", "t", "s")
         assert entity.logical_bytes == 300 * (3 * 16 + 4)
@@ -280,12 +280,12 @@ def test_printing(path):
         ]  # fmt: skip
         touched = np.count_nonzero(state["entity"]["s"])
         assert entity.split()[:8] == [
-            "entity", "300", "x", "4", "1", "adam", "3", str(touched),
+            "entity", "300", "x", "4", "1", "frame_adam", "3", str(touched),
         ]  # fmt: skip
         assert f"({touched / 300:.0%})" in entity
         assert "1.6 kB" in flat
         lines = repr(state["entity"]).splitlines()
-        assert lines[0].startswith("<dsa table 'entity': 300 x 4, k=1, adam, 3 steps, ")
+        assert lines[0].startswith("<dsa table 'entity': 300 x 4, k=1, frame_adam, 3 steps, ")
         assert [line.split()[0] for line in lines[2:]] == ["w", "m", "v", "t", "s"]
         page = state._repr_html_()
         assert page.startswith("<div><b>dsa state</b>")
