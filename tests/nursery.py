@@ -145,7 +145,13 @@ def start(
         os.close(descriptor)
     theirs.close()
     stdin, stdout = os.fdopen(write_in, "w", encoding=encoding), os.fdopen(read_out, encoding=encoding)
-    return Life(ours, stdin, stdout, errors)
+    try:
+        return Life(ours, stdin, stdout, errors)
+    except ValueError:  # the nursery has died, perhaps for want of memory: another one begins the program
+        for each in (stdin, stdout, errors, ours):
+            each.close()
+        _nursery.cache_clear()
+        return start(code, *arguments, cwd=cwd, env=env, encoding=encoding)
 
 
 def run(
