@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 __all__ = ["file_number", "is_same_file"]
 
@@ -28,11 +28,11 @@ def _find_statx() -> Callable[..., int] | None:
     if sys.platform != "linux":
         return None
     try:
-        found: Any = ctypes.CDLL(None, use_errno=True).statx
+        found = ctypes.CDLL(None, use_errno=True).statx
     except (OSError, AttributeError):
         return None
     found.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 _STATX: Final = _find_statx()

@@ -1,6 +1,7 @@
 """Each command on a small run: what it does, prints and returns."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -465,11 +466,14 @@ def test_a_reader_that_has_had_enough(folder):
         capture_output=True,
         text=True,
         check=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(dsa.__file__).parents[1])},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(Path(dsa.__file__).parents[1]),
+            "NUMBA_CACHE_DIR": os.environ["NUMBA_CACHE_DIR"],  # compiling would be told of
+        },
     )
     assert "closed, step 40" in done.stdout
-    told = done.stderr.splitlines()  # on a busy machine kernels may take their time
-    assert [line for line in told if not line.startswith("dsa: compiling its kernels")] == []
+    assert done.stderr == ""
 
 
 def test_in_processes(folder):
